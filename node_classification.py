@@ -28,7 +28,7 @@ import ctypes
 import fcntl
 import inspect
 import io
-import math
+import json
 import os
 import shutil
 import signal
@@ -36,11 +36,9 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -56,7 +54,6 @@ try:
     import torch.multiprocessing as mp
     import torch.nn.functional as F
     from dgl import graphbolt as gb
-    from dgl._ffi.function import get_global_func
     from torch import Tensor, nn
     from torch.distributed.algorithms.join import Join
     from torch.nn.parallel import DistributedDataParallel
@@ -70,8 +67,8 @@ except Exception as error:  # noqa: BLE001 (DGL raises any type, and names no cu
     sys.exit(
         f"error: packages do not fit each other: {type(error).__name__}: {error}\n"
         f"installed: {', '.join(f'{name} {have.get(name)}' for name in names)}\n"
-        "fits: torch 2.2.1, dgl 2.1.0, torchdata 0.7.1, numpy<2 (README.md: CUDA builds)"
-        "\nrun: pip install -r requirements.txt"
+        "fits: torch 2.2.1, dgl 2.1.0, torchdata 0.7.1, numpy<2 (CUDA: see README.md)\n"
+        "run: pip install -r requirements.txt"
     )
 
 
@@ -153,16 +150,15 @@ def create_dataloader(
     overlap = known(gb.DataLoader, overlap_graph_fetch=storage == "pinned")
     dataloader = gb.DataLoader(datapipe, num_workers=args.num_workers, **overlap)
     share = len(itemset) / (args.batch_size * dist.get_world_size())
-    dataloader.num_batches = int(share) if is_train else math.ceil(share)  # of rank 0
+    dataloader.num_batches = int(share) if is_train else -int(-share // 1)  # of rank 0
     return dataloader
 
 
 def weighted_reduce(tensor: Tensor, weight: Tensor, dst: int = 0) -> Tensor:
     """Sum `tensor` and `weight` onto rank `dst`, in place, and return their quotient.
 
-    With `tensor` a rank's sum over its items and `weight` the number of its items, it
-    is the exact mean over all ranks, however unequal their shares. On ranks other than
-    `dst` it is meaningless.
+    With a rank's sum over its items and the number of its items this is the exact mean
+    over all ranks, however unequal their shares. On other ranks it is meaningless.
     """
     dist.reduce(tensor, dst=dst)
     dist.reduce(weight, dst=dst)
@@ -173,7 +169,7 @@ def weighted_reduce(tensor: Tensor, weight: Tensor, dst: int = 0) -> Tensor:
 def evaluate(
     rank: int,
     model: nn.Module,
-    dataloader: gb.DataLoader,
+    dataloader: gb.DataLoader | None,
     num_classes: int,
     device: torch.device,
     phase: str = "Evaluation",
@@ -181,7 +177,7 @@ def evaluate(
     """Return this rank's accuracy (float64) and its number of items (int64).
 
     `model` is the bare module: ranks may have unequal numbers of batches, or none, and
-    DDP's forward would wait for its peers.
+    DDP's forward would wait for its peers. Without a dataloader there are no items.
     """
     import torchmetrics.functional as MF  # 0.7 s that the parent need not spend
 
@@ -199,16 +195,6 @@ def evaluate(
     return accuracy.double(), num_items
 
 
-def _global_accuracy(rank, model, dataloader, num_classes, device, phase) -> str:
-    """Return the accuracy over all ranks as rank 0 prints it; "none" without a set."""
-    if dataloader is None:
-        return "none"
-    accuracy, num_items = evaluate(rank, model, dataloader, num_classes, device, phase)
-    # [distributed] Counts travel, not means; rounding undoes a float32 division.
-    accuracy = weighted_reduce((accuracy * num_items).round(), num_items)
-    return f"{accuracy.item():.4f}"
-
-
 def train(
     rank: int,
     args: argparse.Namespace,
@@ -223,7 +209,7 @@ def train(
     first_epoch = resume(rank, args, model.module, optimizer) if args.snapshot else 0
     for epoch in range(first_epoch, args.epochs):
         seed_rank(args.seed, epoch, rank)
-        start = clock(device)
+        start = time.perf_counter()
         model.train()
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_seeds = torch.zeros((), dtype=torch.int64, device=device)
@@ -239,16 +225,20 @@ def train(
                 optimizer.step()
                 loss_sum += loss.detach() * len(labels)
                 num_seeds += len(labels)
-        train_time = clock(device) - start
+        # item() waits for the device, so the clock is read when the work is done.
         mean_loss = weighted_reduce(loss_sum, num_seeds).item()
+        train_time = time.perf_counter() - start
         phase = f"Epoch {epoch:05d} validation"
-        accuracy = _global_accuracy(
+        accuracy, num_items = evaluate(
             rank, model.module, valid_dataloader, num_classes, device, phase
         )
+        # [distributed] Counts travel, not means; rounding undoes a float32 division.
+        accuracy = weighted_reduce((accuracy * num_items).round(), num_items).item()
+        epoch_time = time.perf_counter() - start
         if rank == 0:
             print(
                 f"Epoch {epoch:05d} | Average Loss {mean_loss:.4f} | "
-                f"Accuracy {accuracy} | Time {clock(device) - start:.4f} | "
+                f"Accuracy {accuracy:.4f} | Time {epoch_time:.4f} | "
                 f"Train Time {train_time:.4f} | "
                 f"Seed Nodes/s {num_seeds.item() / train_time:.0f}",
                 flush=True,
@@ -304,11 +294,12 @@ def run(
         print_facts(world_size, devices, backend, args, dataset, in_size)
     train(rank, args, train_dataloader, valid_dataloader, num_classes, model, device)
     seed_rank(args.seed, args.epochs, rank)
-    accuracy = _global_accuracy(
+    accuracy, num_items = evaluate(
         rank, model.module, test_dataloader, num_classes, device, "Test"
     )
-    if rank == 0:
-        print(f"Test Accuracy {accuracy}", flush=True)
+    accuracy = weighted_reduce((accuracy * num_items).round(), num_items)
+    if rank == 0 and task.test_set:
+        print(f"Test Accuracy {accuracy:.4f}", flush=True)
 
     # [distributed] gloo's thread may still need Python's lock to free the last reduce,
     # while destroying the group holds that lock and waits for the thread. The barrier
@@ -358,17 +349,11 @@ def seed_rank(seed: int, epoch: int, rank: int) -> None:
     gb.seed(stream)
 
 
-def clock(device: torch.device) -> float:
-    """Return the time in seconds once the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def progress(dataloader: gb.DataLoader, rank: int, phase: str) -> tqdm:
     """Show a bar while iterating: on rank 0 alone, and in a terminal alone."""
-    total, hidden = dataloader.num_batches, rank > 0 or None
-    return tqdm(dataloader, phase, total, leave=False, disable=hidden)
+    total = getattr(dataloader, "num_batches", 0)
+    batches = () if dataloader is None else dataloader
+    return tqdm(batches, phase, total, leave=False, disable=rank > 0 or None)
 
 
 def print_facts(world_size, devices, backend, args, dataset, in_size) -> None:
@@ -393,61 +378,42 @@ def keep_freed_memory() -> None:
         mallopt(option, value)
 
 
-def share_cores(ranks: int) -> None:
-    """Divide the cores that may be used among this machine's ranks."""
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    if "LOCAL_RANK" not in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # spawn inherits it
-    # torchrun sets it to 1 if the user did not, which its own environment tells.
-    elif b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
-        torch.set_num_threads(threads)
-        dgl.utils.set_num_threads(threads)
-
-
 def serve_store() -> dist.Store:
     """Open the ranks' meeting point on loopback; torch would listen everywhere."""
     try:
         server = socket.create_server(("127.0.0.1", 12345))
     except OSError:  # busy
         server = socket.create_server(("127.0.0.1", 0))
-    host, port = server.getsockname()
-    os.environ["MASTER_PORT"] = str(port)  # spawn inherits it
+    os.environ["MASTER_PORT"] = port = str(server.getsockname()[1])  # for the ranks
     fd = {"wait_for_workers": False, "master_listen_fd": server.detach()}
-    return dist.TCPStore(host, port, is_master=True, **fd)
+    return dist.TCPStore("127.0.0.1", int(port), is_master=True, **fd)
 
 
 def parent_store() -> dist.Store:
     """Connect a spawned rank to the store that its parent serves."""
-    if not mp.parent_process().is_alive():  # it died while this rank was importing
-        sys.exit(1)
+    stop(not mp.parent_process().is_alive(), "the parent process has died")
     return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> int:
     """Load args.snapshot, if it is there; return the number of epochs it has done."""
-    state = None
+    states = [{"epoch": 0}]
     if rank == 0 and Path(args.snapshot).exists():
         try:  # weights_only: a pickle from elsewhere could run any code
-            state = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-            model.load_state_dict(state["model"])
-            made = [(key, state[key], getattr(args, key)) for key in MUST_MATCH]
+            states = [torch.load(args.snapshot, map_location="cpu", weights_only=True)]
+            model.load_state_dict(states[0]["model"])
+            made = {f"--{key}": states[0][key] for key in MUST_MATCH}
         except Exception as error:  # noqa: BLE001 (torch.load raises any type)
-            what = f"damaged, or made for something else ({type(error).__name__})"
-            fail(f"--snapshot={args.snapshot}: {what}")
-        for key, theirs, ours in made:
-            if theirs != ours:
-                fail(
-                    f"--snapshot={args.snapshot}: made with --{key}={theirs}, not {ours}"
-                )
-    dist.broadcast_object_list(states := [state])  # [distributed] rank 0 reads for all
-    state = states[0] or {"epoch": 0}
-    if "model" in state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        optimizer.param_groups[0]["lr"] = args.lr
-    if rank == 0 and state["epoch"] < args.epochs:
-        save_snapshot(args, state["epoch"], model, optimizer)  # tells whether it can
-    return state["epoch"]
+            made = f"damaged, or of another model: {type(error).__name__}"
+        ours = {f"--{key}": getattr(args, key) for key in MUST_MATCH}
+        stop(made != ours, f"--snapshot={args.snapshot}: it is {made}, this run {ours}")
+    dist.broadcast_object_list(states)  # [distributed] rank 0 reads for all
+    if states[0]["epoch"] > 0:
+        model.load_state_dict(states[0]["model"])
+        optimizer.load_state_dict(states[0]["optimizer"])
+    if rank == 0 and states[0]["epoch"] < args.epochs:  # tell now whether it can
+        save_snapshot(args, states[0]["epoch"], model, optimizer)
+    return states[0]["epoch"]
 
 
 def save_snapshot(args, epoch: int, model: SAGE, optimizer) -> None:
@@ -462,14 +428,14 @@ def save_snapshot(args, epoch: int, model: SAGE, optimizer) -> None:
             os.fsync(file.fileno())
         os.replace(file.name, args.snapshot)
     except OSError as error:
-        fail(f"--snapshot={args.snapshot}: cannot be written: {error.strerror}")
+        stop(True, f"--snapshot={args.snapshot}: cannot be written: {error.strerror}")
 
 
 def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes=8):
-    """Write a graph as a raw OnDiskDataset: metadata.yaml and .npy files.
+    """Write a graph as a raw OnDiskDataset; for your own, put your arrays in.
 
     A few nodes have most of the edges, 4 of 5 edges join nodes of a class, and features
-    are the class's centre under noise. To train on your own graph, write your arrays.
+    are the class's centre under noise.
     """
     rng = np.random.default_rng(0)
     # Node i is of class i modulo `classes`, until `ids` hides it.
@@ -478,41 +444,31 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
     ends[1, same] += ends[0, same] % classes - ends[1, same] % classes
     ids = rng.permutation(nodes)
     labels = np.argsort(ids) % classes
-    centres = rng.normal(size=(classes, width)).astype(np.float32)
-    noise = rng.normal(size=(nodes, width)).astype(np.float32)
+    feat = (
+        rng.normal(size=(nodes, width))
+        + 0.22 * rng.normal(size=(classes, width))[labels]
+    )
     split = np.split(rng.permutation(nodes), [nodes // 2, nodes * 3 // 4])
 
+    def saved(path: str, array: np.ndarray, **entry) -> dict:
+        np.save(folder / path, array)
+        return {"format": "numpy", "path": path, **entry}
+
     folder.mkdir(parents=True)
-    np.save(folder / "edges.npy", ids[np.hstack([ends, ends[::-1]])])
-    np.save(folder / "feat.npy", 0.22 * centres[labels] + noise)
-    layout = f"""\
-dataset_name: {folder.name}
-graph: {{nodes: [{{num: {nodes}}}], edges: [{{format: numpy, path: edges.npy}}]}}
-feature_data: [{{domain: node, name: feat, format: numpy, path: feat.npy}}]
-tasks:
-- num_classes: {classes}
-"""
+    both_ways = ids[np.hstack([ends, ends[::-1]])]
+    graph = {"nodes": [{"num": nodes}], "edges": [saved("edges.npy", both_ways)]}
+    feature = saved("feat.npy", feat.astype(np.float32), domain="node", name="feat")
+    task = {"num_classes": classes}
     for name, seeds in zip(SETS, split):
-        layout += f"  {name}:\n  - data:\n"
-        for field, array in (("seeds", seeds), ("labels", labels[seeds])):
-            path = f"{name}_{field}.npy"
-            np.save(folder / path, array)
-            layout += f"    - {{name: {field}, format: numpy, path: {path}}}\n"
-    (folder / "metadata.yaml").write_text(layout)
-
-
-def open_dataset(name: str, root: Path) -> gb.OnDiskDataset:
-    """Open the dataset `name`; one of DATASETS is made in `root` if it is missing."""
-    if name != "synthetic":
-        builtin = name in DATASETS
-        return gb.BuiltinDataset(name, str(root)) if builtin else gb.OnDiskDataset(name)
-    if not (root / name).exists():
-        write_synthetic(root / name)
-    return gb.OnDiskDataset(str(root / name), force_preprocess=False)
+        fields = {"seeds": seeds, "labels": labels[seeds]}.items()
+        data = [saved(f"{name}_{key}.npy", array, name=key) for key, array in fields]
+        task[name] = [{"data": data}]
+    layout = {"graph": graph, "feature_data": [feature], "tasks": [task]}
+    (folder / "metadata.yaml").write_text(json.dumps(layout, indent=1))  # YAML, too
 
 
 def load_dataset(args: argparse.Namespace, num_ranks: int) -> gb.OnDiskDataset:
-    """Load args.dataset and check that `num_ranks` ranks can train on it."""
+    """Load args.dataset, made first if need be, and check that it can be trained on."""
     name, root, cure = args.dataset, Path("datasets"), "mend its files"
     try:
         if name in DATASETS:
@@ -530,184 +486,187 @@ def load_dataset(args: argparse.Namespace, num_ranks: int) -> gb.OnDiskDataset:
                 open_dataset(name, scratch)
                 for made in scratch.iterdir():
                     made.rename(root / made.name)
+                scratch.rmdir()
             dataset = open_dataset(name, root).load()
         os.close(lock)
     except Exception as error:  # noqa: BLE001 (GraphBolt raises any type)
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        fail(f"--dataset={name}: cannot be read ({what}); {cure}")
-    for broken, problem in dataset_rules(dataset, args, num_ranks):
-        if broken:
-            fail(f"--dataset={name}: {problem}")
+        stop(True, f"--dataset={name}: cannot be read ({what}); {cure}")
+    check_dataset(dataset, args, num_ranks)
     return dataset
 
 
-def dataset_rules(dataset, args, num_ranks: int) -> Iterator[tuple[bool, str]]:
-    """Yield (broken, problem) for all that training on `num_ranks` ranks needs.
-
-    No feature row is read: a graph of 100 million edges takes about a second.
-    """
-
-    def outside(values: Tensor, limit: int) -> bool:
-        return len(values) > 0 and not 0 <= values.min() <= values.max() < limit
-
-    graph, features, tasks = dataset.graph, dataset.feature, dataset.tasks
-    homogeneous = graph is not None and isinstance(graph.num_nodes, int)
-    yield not homogeneous, "the graph is not homogeneous (one type of node and edge)"
-    nodes, indptr, indices = graph.num_nodes, graph.csc_indptr, graph.indices
-    damaged = indptr[0] != 0 or indptr[-1] != len(indices) or indptr.diff().min() < 0
-    yield damaged or outside(indices, nodes), f"edges are not among its {nodes} nodes"
-    keys = list(features.keys())
-    yield ("node", None, "feat") not in keys, "there is no node feature named feat"
-    shape = tuple(features.read("node", None, "feat").shape)
-    yield len(shape) != 2 or shape[0] != nodes, f"feat is {shape}, not ({nodes}, width)"
-    classes = tasks[0].metadata.get("num_classes") if tasks else None
-    yield not isinstance(classes, int), "its first task has no num_classes"
-    for name, itemset in ((name, getattr(tasks[0], name)) for name in SETS):
-        if not itemset:
-            continue
-        fields = itemset.names in (("seeds", "labels"), ("seed_nodes", "labels"))
-        yield not fields, f"{name} holds {itemset.names}, not ('seeds', 'labels')"
-        seeds, labels = itemset[:]
-        unequal = not len(seeds) == len(seeds.unique()) == labels.numel()
-        yield unequal, f"{name} has a seed twice, or not as many labels as seeds"
-        yield outside(seeds, nodes), f"{name} has seeds that are none of {nodes} nodes"
-        # A NaN differs from the integer that it becomes.
-        broken = (labels.long() != labels).any() or outside(labels, classes)
-        yield broken, f"{name} has labels that are not integers below {classes}"
-    items = len(tasks[0].train_set or ())
-    few = f"{items} training items are no batch of {args.batch_size} for {num_ranks} "
-    few += f"ranks; the largest --batch-size that works is {items // num_ranks}"
-    yield args.epochs > 0 and items < args.batch_size * num_ranks, few
-    sizes = (
-        tensor.numel() * tensor.element_size()
-        for tensor in [indptr, indices, *(features.read(*key) for key in keys)]
+def open_dataset(name: str, root: Path) -> gb.OnDiskDataset:
+    """Open a dataset; one of DATASETS lies in `root`, and is made if it is missing."""
+    if name == "synthetic" and not (root / name).exists():
+        write_synthetic(root / name)
+    if name == "synthetic":
+        return gb.OnDiskDataset(str(root / name), force_preprocess=False)
+    return (
+        gb.BuiltinDataset(name, str(root))
+        if name in DATASETS
+        else gb.OnDiskDataset(name)
     )
-    need, free = sum(sizes) >> 20, shutil.disk_usage("/dev/shm").free >> 20
-    full = f"the ranks share {need} MiB in /dev/shm, where {free} MiB are free; give a "
-    yield need > free, full + "container --ipc=host or a larger --shm-size"
 
 
-def settle_devices(args) -> list[torch.device]:
-    """Choose args.mode if it is open, check all arguments, return the devices."""
+def check_dataset(dataset, args: argparse.Namespace, num_ranks: int) -> None:
+    """Stop if `num_ranks` ranks cannot train on the dataset; reads no feature row."""
+
+    def need(met: bool, what: str) -> None:
+        stop(not met, f"--dataset={args.dataset}: {what}")
+
+    def within(values: Tensor, limit: int) -> bool:
+        return len(values) == 0 or 0 <= values.min() <= values.max() < limit
+
+    graph, store, tasks = dataset.graph, dataset.feature, dataset.tasks
+    need(graph and isinstance(graph.num_nodes, int), "the graph is not homogeneous")
+    nodes, indptr, indices = graph.num_nodes, graph.csc_indptr, graph.indices
+    whole = indptr[0] == 0 and indptr[-1] == len(indices) and indptr.diff().min() >= 0
+    need(whole and within(indices, nodes), f"edges are not among its {nodes} nodes")
+    keys = list(store.keys())
+    need(("node", None, "feat") in keys, "there is no node feature named feat")
+    shape = tuple(store.read("node", None, "feat").shape)
+    need(
+        len(shape) == 2 and shape[0] == nodes, f"feat is {shape}, not ({nodes}, width)"
+    )
+    classes = tasks[0].metadata.get("num_classes") if tasks else None
+    need(isinstance(classes, int), "its first task has no num_classes")
+    for name in (name for name in SETS if getattr(tasks[0], name)):
+        itemset = getattr(tasks[0], name)
+        fields = itemset.names in (("seeds", "labels"), ("seed_nodes", "labels"))
+        need(fields, f"{name} has {itemset.names}, not seeds and labels")
+        seeds, labels = itemset[:]
+        paired = len(seeds) == len(seeds.unique()) == labels.numel()
+        need(paired, f"{name} has a seed twice, or not one label for each")
+        need(within(seeds, nodes), f"{name} has seeds that are none of {nodes} nodes")
+        # A NaN differs from the integer that it becomes.
+        valid = (labels.long() == labels).all() and within(labels, classes)
+        need(valid, f"{name} has labels other than 0 to {classes - 1}")
+    items = len(tasks[0].train_set or ())
+    large = args.epochs > 0 and items < args.batch_size * num_ranks
+    most = f"{items // num_ranks} is the most for {items} items and {num_ranks} ranks"
+    stop(
+        large,
+        f"--batch-size={args.batch_size}: too large to give each rank one; {most}",
+    )
+    shared = [indptr, indices] + [store.read(*key) for key in keys]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in shared) >> 20
+    free = shutil.disk_usage("/dev/shm").free >> 20
+    cure = "start a container with --ipc=host or a larger --shm-size"
+    need(size <= free, f"{size} MiB go to /dev/shm, which has {free} MiB free; {cure}")
+
+
+def settle_devices(args: argparse.Namespace) -> list[torch.device]:
+    """Choose args.mode if it is open, check the arguments, return the devices."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     lacking = "" if gpus else f"torch {torch.__version__} finds no GPU"
-    if gpus and get_global_func("device_api.cuda", allow_missing=True) is None:
+    cuda_dgl = dgl._ffi.function.get_global_func("device_api.cuda", allow_missing=True)
+    if gpus and cuda_dgl is None:
         lacking = f"dgl {dgl.__version__} is without CUDA; README.md names CUDA builds"
     if args.mode is None:
         args.mode = "cpu-cpu" if lacking else "pinned-cuda"
         if lacking and os.environ.get("RANK", "0") == "0":
             print(f"Running on the CPU (--mode=cpu-cpu): {lacking}", flush=True)
-    (storage, training), cache = args.mode.split("-"), args.gpu_cache_size
-    counts = (args.epochs, args.num_workers, cache, args.seed)
+    storage, training = args.mode.split("-")
+    ids, cache, cuda = args.gpu, args.gpu_cache_size, training == "cuda"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    listed, highest = len(args.gpu), max(args.gpu)
-    broken = {
-        "--gpu: takes different ids from 0 on": len({*args.gpu} - {*range(-highest, 0)})
-        < listed,
-        "--epochs, --num-workers, --gpu-cache-size and --seed: from 0 on": min(counts)
-        < 0,
-        "--batch-size: from 1 on": args.batch_size < 1,
-        "--lr: a finite number above 0": not 0 < args.lr < math.inf,
-        "--fanout: entries from 1 on, or -1": any(
-            n < 1 and n != -1 for n in args.fanout
-        ),
-        f"--mode={args.mode}: {lacking}": training == "cuda" and lacking,
-        f"--gpu: no GPU {highest}, there are {gpus}": training == "cuda"
-        and highest >= gpus,
-        f"--gpu: {listed} ids for torchrun's {ranks} ranks": listed < ranks,
-        "--num-workers: needs CPU storage and no --gpu-cache-size": args.num_workers
-        and (storage != "cpu" or cache),
-        f"--gpu-cache-size: of no use with --mode={args.mode}": cache
-        and args.mode in ("cuda-cuda", "cpu-cpu"),
-        f"--dataset={args.dataset}: no folder, and none of {DATASETS}": args.dataset
-        not in DATASETS
-        and not Path(args.dataset).is_dir(),
-    }
-    for problem in filter(broken.get, broken):
-        fail(problem)
-    return [torch.device(training, i if training == "cuda" else 0) for i in args.gpu]
+    stop(cuda and lacking, f"--mode={args.mode}: {lacking}")
+    stop(min(ids) < 0 or len(set(ids)) < len(ids), "--gpu: ids must differ, from 0 on")
+    stop(cuda and max(ids) >= gpus, f"--gpu: this machine has {gpus} GPUs, from 0 on")
+    stop(len(ids) < ranks, f"--gpu: torchrun has {ranks} ranks here, each needs an id")
+    counts = (args.epochs, args.num_workers, cache, args.seed)
+    stop(
+        min(counts) < 0, "--epochs, --num-workers, --gpu-cache-size, --seed: 0 or more"
+    )
+    stop(args.batch_size < 1, "--batch-size: must be 1 or more")
+    stop(not 0 < args.lr < float("inf"), "--lr: must be above 0 and finite")
+    stop(
+        min(args.fanout) < -1 or 0 in args.fanout, "--fanout: 1 or more, or -1 for all"
+    )
+    if args.num_workers:
+        stop(storage != "cpu" or cache, "--num-workers: needs CPU storage and no cache")
+    if args.mode in ("cuda-cuda", "cpu-cpu"):
+        stop(cache, f"--gpu-cache-size: has no use with --mode={args.mode}")
+    found = args.dataset in DATASETS or Path(args.dataset).is_dir()
+    stop(not found, f"--dataset={args.dataset}: no folder, and none of {DATASETS}")
+    return [torch.device(f"cuda:{number}" if cuda else "cpu") for number in ids]
 
 
-def fail(message: str) -> None:
-    """End this process with one line; of a machine's torchrun ranks one speaks."""
-    sys.exit(f"error: {message}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
-
-
-def integers(text: str) -> list[int]:
-    """Return the integers of a comma-separated list."""
-    return [int(part) for part in text.split(",")]
+def stop(broken: bool, problem: str) -> None:
+    """End with a line if something is `broken`; of a machine's ranks one speaks."""
+    if broken:
+        sys.exit(f"error: {problem}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
 
 
 def parse_args() -> argparse.Namespace:
-    """Return the arguments, not yet checked against machine and dataset."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.error = lambda message: fail(f"{message}; see --help")
+    """Return the command line's arguments; settle_devices() checks their values."""
+
+    def integers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = lambda message: stop(True, f"{message}; see --help")
     add = parser.add_argument
     ids = ",".join(map(str, range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
-    add("--gpu", type=integers, default=ids, help="GPU ids, one process for each")
-    add("--epochs", type=int, default=10, help="training epochs; 0 only tests")
-    add("--lr", type=float, default=0.001, help="Adam learning rate")
+    add("--gpu", type=integers, default=ids, help="GPU ids, one rank each (0)")
+    add("--epochs", type=int, default=10, help="training epochs (10)")
+    add("--lr", type=float, default=0.001, help="Adam learning rate (0.001)")
     add("--batch-size", type=int, default=1024, help="seed nodes per rank and step")
-    add(
-        "--fanout",
-        type=integers,
-        default="10,10,10",
-        help="neighbours per layer; -1: all",
-    )
+    add("--fanout", type=integers, default="10,10,10", help="neighbours; -1: all")
     add("--num-workers", type=int, default=0, help="sampling processes per rank")
+    add("--gpu-cache-size", type=int, default=0, help="bytes of features per GPU")
     add(
-        "--gpu-cache-size",
-        type=int,
-        default=0,
-        help="bytes per GPU that cache features",
+        "--dataset", default="ogbn-products", help=f"{', '.join(DATASETS)}, or a folder"
     )
-    add("--dataset", default="ogbn-products", help=f"{', '.join(DATASETS)} or a folder")
-    add(
-        "--mode",
-        choices=MODES,
-        help="storage-training (default: pinned-cuda, else cpu-cpu)",
-    )
+    modes = ("cpu-cuda", "pinned-cuda", "cuda-cuda", "cpu-cpu")
+    add("--mode", choices=modes, help="storage-training (pinned-cuda, or else cpu-cpu)")
     add("--seed", type=int, default=0, help="seeds model, shuffling and sampling")
     add("--snapshot", help="file to save to after every epoch and to resume from")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Load the dataset once for this machine, and start its ranks."""
+    """Load the dataset once for this machine and start its ranks."""
     args = parse_args()
     devices = settle_devices(args)
     mp.set_sharing_strategy("file_system")  # spares open files
     world_size = int(os.environ.get("WORLD_SIZE", len(devices)))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    share_cores(local_size)
     if world_size == local_size:  # nothing to hear from outside
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if "LOCAL_RANK" in os.environ:  # torchrun started this rank
-        # A day, for the other ranks wait while rank 0 of their machine downloads.
-        store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(days=1)))
-        key = f"dataset of machine {os.environ['GROUP_RANK']}"
-        if os.environ["LOCAL_RANK"] == "0":
-            dataset = load_dataset(args, world_size)
-            # Handles of shared memory, not the data, go through the store.
-            store.set(key, bytes(ForkingPickler.dumps(dataset)))
-        else:
-            dataset = ForkingPickler.loads(store.get(key))
-        return run(rank, world_size, args, devices, dataset, store)
+    threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    if "LOCAL_RANK" in os.environ:
+        return run_under_torchrun(args, devices, threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # spawn inherits it
     dataset = load_dataset(args, world_size)
-    store = serve_store()
+    store = serve_store()  # noqa: F841 (to keep it open)
     try:
         mp.spawn(run, (world_size, args, devices, dataset), world_size)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        fail(f"rank {error.error_index} failed, so all were ended: {error.msg.strip()}")
+        stop(True, f"rank {error.error_index} failed: {error.msg.strip()}")
+
+
+def run_under_torchrun(args, devices: list[torch.device], threads: int) -> None:
+    """Be one of the ranks that torchrun started; one of a machine's loads for all."""
+    # torchrun sets OMP_NUM_THREADS=1 if the user set none, as its own environment tells.
+    if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
+        torch.set_num_threads(threads)
+        dgl.utils.set_num_threads(threads)
+    # A day, for the others wait at the store while their rank 0 downloads.
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(days=1)))
+    key = f"dataset of machine {os.environ['GROUP_RANK']}"
+    if os.environ["LOCAL_RANK"] == "0":
+        dataset = load_dataset(args, world_size)
+        # What travels are handles of shared memory, not the data.
+        store.set(key, bytes(mp.reductions.ForkingPickler.dumps(dataset)))
+    else:
+        dataset = mp.reductions.ForkingPickler.loads(store.get(key))
+    run(rank, world_size, args, devices, dataset, store)
 
 
 DATASETS = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "synthetic")
-MODES = ("cpu-cuda", "pinned-cuda", "cuda-cuda", "cpu-cpu")
-MUST_MATCH = ("dataset", "fanout", "seed")
+MUST_MATCH = ("dataset", "fanout", "seed")  # between a snapshot and a run
 SETS = ("train_set", "validation_set", "test_set")
 
 if __name__ == "__main__":
