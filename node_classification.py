@@ -52,11 +52,10 @@ try:
     import torch
     import torch.distributed as dist
     import torch.multiprocessing as mp
-    import torch.nn.functional as F
     from dgl import graphbolt as gb
     from torch import Tensor, nn
     from torch.distributed.algorithms.join import Join
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import DistributedDataParallel as DDP
     from tqdm import tqdm
 
     metadata.version("torchmetrics")  # evaluate() imports it, in the ranks alone
@@ -80,10 +79,9 @@ class SAGE(nn.Module):
 
     def __init__(self, in_size: int, hidden_size: int, out_size: int, num_layers=3):
         super().__init__()
-        self.sizes = [in_size] + [hidden_size] * (num_layers - 1) + [out_size]
+        sizes = [in_size] + [hidden_size] * (num_layers - 1) + [out_size]
         self.layers = nn.ModuleList(
-            dgl.nn.SAGEConv(source, target, "mean")
-            for source, target in zip(self.sizes, self.sizes[1:])
+            dgl.nn.SAGEConv(sizes[i], sizes[i + 1], "mean") for i in range(num_layers)
         )
         self.dropout = nn.Dropout(0.5)
 
@@ -96,7 +94,7 @@ class SAGE(nn.Module):
         for layer, block in zip(self.layers, blocks):
             x = layer(block, x)
             if layer is not self.layers[-1]:
-                x = self.dropout(F.relu(x))
+                x = self.dropout(torch.relu(x))
         return x
 
 
@@ -201,7 +199,7 @@ def train(
     train_dataloader: gb.DataLoader,
     valid_dataloader: gb.DataLoader | None,
     num_classes: int,
-    model: DistributedDataParallel,
+    model: DDP,
     device: torch.device,
 ) -> None:
     """Train up to epoch `args.epochs`; rank 0 prints a line for each epoch."""
@@ -219,7 +217,7 @@ def train(
             for data in progress(train_dataloader, rank, f"Epoch {epoch:05d} training"):
                 labels = data.labels.long().flatten()
                 logits = model(data.blocks, data.node_features["feat"].float())
-                loss = F.cross_entropy(logits, labels)
+                loss = nn.functional.cross_entropy(logits, labels)
                 optimizer.zero_grad()
                 loss.backward()  # [distributed] DDP averages the ranks' gradients
                 optimizer.step()
@@ -284,7 +282,7 @@ def run(
 
     torch.manual_seed(args.seed)  # the same model in every rank
     model = SAGE(in_size, 256, num_classes, len(args.fanout)).to(device)
-    model = DistributedDataParallel(model)
+    model = DDP(model)
     dataloader = partial(create_dataloader, args, graph, features, device=device)
     train_dataloader = dataloader(task.train_set, is_train=True)
     valid_dataloader = dataloader(task.validation_set, is_train=False)
@@ -384,9 +382,10 @@ def serve_store() -> dist.Store:
         server = socket.create_server(("127.0.0.1", 12345))
     except OSError:  # busy
         server = socket.create_server(("127.0.0.1", 0))
-    os.environ["MASTER_PORT"] = port = str(server.getsockname()[1])  # for the ranks
+    host, port = server.getsockname()
+    os.environ["MASTER_PORT"] = str(port)  # spawn inherits it
     fd = {"wait_for_workers": False, "master_listen_fd": server.detach()}
-    return dist.TCPStore("127.0.0.1", int(port), is_master=True, **fd)
+    return dist.TCPStore(host, port, is_master=True, **fd)
 
 
 def parent_store() -> dist.Store:
@@ -432,10 +431,8 @@ def save_snapshot(args, epoch: int, model: SAGE, optimizer) -> None:
 
 
 def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes=8):
-    """Write a graph as a raw OnDiskDataset; for your own, put your arrays in.
-
-    A few nodes have most of the edges, 4 of 5 edges join nodes of a class, and features
-    are the class's centre under noise.
+    """Write a raw OnDiskDataset: a few nodes have most of the edges, 4 of 5 edges stay
+    in a class, and features are the class's centre under noise.
     """
     rng = np.random.default_rng(0)
     # Node i is of class i modulo `classes`, until `ids` hides it.
@@ -444,10 +441,8 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
     ends[1, same] += ends[0, same] % classes - ends[1, same] % classes
     ids = rng.permutation(nodes)
     labels = np.argsort(ids) % classes
-    feat = (
-        rng.normal(size=(nodes, width))
-        + 0.22 * rng.normal(size=(classes, width))[labels]
-    )
+    centres = 0.22 * rng.normal(size=(classes, width))
+    feat = (centres[labels] + rng.normal(size=(nodes, width))).astype(np.float32)
     split = np.split(rng.permutation(nodes), [nodes // 2, nodes * 3 // 4])
 
     def saved(path: str, array: np.ndarray, **entry) -> dict:
@@ -455,58 +450,55 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
         return {"format": "numpy", "path": path, **entry}
 
     folder.mkdir(parents=True)
-    both_ways = ids[np.hstack([ends, ends[::-1]])]
-    graph = {"nodes": [{"num": nodes}], "edges": [saved("edges.npy", both_ways)]}
-    feature = saved("feat.npy", feat.astype(np.float32), domain="node", name="feat")
+    edges = saved("edges.npy", ids[np.hstack([ends, ends[::-1]])])
+    feature = saved("feat.npy", feat, domain="node", name="feat")
     task = {"num_classes": classes}
     for name, seeds in zip(SETS, split):
         fields = {"seeds": seeds, "labels": labels[seeds]}.items()
         data = [saved(f"{name}_{key}.npy", array, name=key) for key, array in fields]
         task[name] = [{"data": data}]
-    layout = {"graph": graph, "feature_data": [feature], "tasks": [task]}
+    layout = {"graph": {"nodes": [{"num": nodes}], "edges": [edges]}}
+    layout |= {"feature_data": [feature], "tasks": [task]}
     (folder / "metadata.yaml").write_text(json.dumps(layout, indent=1))  # YAML, too
 
 
 def load_dataset(args: argparse.Namespace, num_ranks: int) -> gb.OnDiskDataset:
     """Load args.dataset, made first if need be, and check that it can be trained on."""
-    name, root, cure = args.dataset, Path("datasets"), "mend its files"
+    name, root = args.dataset, Path("datasets")
+    named, cure = name in DATASETS, "mend its files"
+
+    def opened(root: Path) -> gb.OnDiskDataset:
+        if named and name != "synthetic":
+            return gb.BuiltinDataset(name, str(root))
+        folder, prepared = (root / name, False) if named else (name, None)
+        return gb.OnDiskDataset(str(folder), force_preprocess=prepared)
+
     try:
-        if name in DATASETS:
+        if named:
             root.mkdir(exist_ok=True)
             cure = f"delete {root / name}* and start again, with network and disk space"
         # One process at a time: two first runs must not disturb each other.
-        lock = os.open(root if name in DATASETS else name, os.O_RDONLY)
+        lock = os.open(root if named else name, os.O_RDONLY)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         with contextlib.redirect_stdout(io.StringIO()):  # GraphBolt's chatter
-            if name in DATASETS and not list(root.glob(f"{name}*")):
+            if named and not list(root.glob(f"{name}*")):
                 # Made elsewhere and renamed, so that no half is taken for the whole.
                 scratch = root / f".{name}"
                 shutil.rmtree(scratch, ignore_errors=True)
-                open_dataset(name, scratch)
+                if name == "synthetic":
+                    write_synthetic(scratch / name)
+                opened(scratch)
                 for made in scratch.iterdir():
                     made.rename(root / made.name)
                 scratch.rmdir()
-            dataset = open_dataset(name, root).load()
+            dataset = opened(root).load()
         os.close(lock)
     except Exception as error:  # noqa: BLE001 (GraphBolt raises any type)
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         stop(True, f"--dataset={name}: cannot be read ({what}); {cure}")
     check_dataset(dataset, args, num_ranks)
     return dataset
-
-
-def open_dataset(name: str, root: Path) -> gb.OnDiskDataset:
-    """Open a dataset; one of DATASETS lies in `root`, and is made if it is missing."""
-    if name == "synthetic" and not (root / name).exists():
-        write_synthetic(root / name)
-    if name == "synthetic":
-        return gb.OnDiskDataset(str(root / name), force_preprocess=False)
-    return (
-        gb.BuiltinDataset(name, str(root))
-        if name in DATASETS
-        else gb.OnDiskDataset(name)
-    )
 
 
 def check_dataset(dataset, args: argparse.Namespace, num_ranks: int) -> None:
@@ -536,19 +528,16 @@ def check_dataset(dataset, args: argparse.Namespace, num_ranks: int) -> None:
         fields = itemset.names in (("seeds", "labels"), ("seed_nodes", "labels"))
         need(fields, f"{name} has {itemset.names}, not seeds and labels")
         seeds, labels = itemset[:]
-        paired = len(seeds) == len(seeds.unique()) == labels.numel()
-        need(paired, f"{name} has a seed twice, or not one label for each")
-        need(within(seeds, nodes), f"{name} has seeds that are none of {nodes} nodes")
+        distinct = within(seeds, nodes) and len(seeds.unique()) == len(seeds)
+        need(distinct, f"{name} needs as seeds different ids of its {nodes} nodes")
         # A NaN differs from the integer that it becomes.
         valid = (labels.long() == labels).all() and within(labels, classes)
-        need(valid, f"{name} has labels other than 0 to {classes - 1}")
+        valid = valid and labels.numel() == len(seeds)
+        need(valid, f"{name} needs a label from 0 to {classes - 1} for each seed")
     items = len(tasks[0].train_set or ())
     large = args.epochs > 0 and items < args.batch_size * num_ranks
-    most = f"{items // num_ranks} is the most for {items} items and {num_ranks} ranks"
-    stop(
-        large,
-        f"--batch-size={args.batch_size}: too large to give each rank one; {most}",
-    )
+    most = f"{items} training items on {num_ranks} ranks allow {items // num_ranks}"
+    stop(large, f"--batch-size={args.batch_size}: too large; {most}")
     shared = [indptr, indices] + [store.read(*key) for key in keys]
     size = sum(tensor.numel() * tensor.element_size() for tensor in shared) >> 20
     free = shutil.disk_usage("/dev/shm").free >> 20
