@@ -332,12 +332,13 @@ class CPUFeature(gb.TorchBasedFeature):
 
 def gpu_cached(feature: gb.Feature, num_bytes: int) -> gb.Feature:
     """Put a cache of `num_bytes` of GPU memory before `feature`."""
-    if hasattr(gb, "gpu_cached_feature"):
-        return gb.gpu_cached_feature(feature, num_bytes)
-    if "cache_size" in inspect.signature(gb.GPUCachedFeature).parameters:
-        row = feature.read(torch.tensor([0]))  # DGL 2.1 counts in rows
+    make = getattr(gb, "gpu_cached_feature", None)
+    if not callable(make):  # before DGL 2.4 a module has this name
+        make = gb.GPUCachedFeature
+    if "cache_size" in inspect.signature(make).parameters:  # DGL 2.1 counts in rows
+        row = feature.read(torch.tensor([0]))
         num_bytes = max(1, num_bytes // (row.numel() * row.element_size()))
-    return gb.GPUCachedFeature(feature, num_bytes)
+    return make(feature, num_bytes)
 
 
 def seed_rank(seed: int, epoch: int, rank: int) -> None:

@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "node_classification.py"
 sys.path.insert(0, str(ROOT))
 
-import node_classification as nc
 from dgl import graphbolt as gb
+
+import node_classification as nc
 
 torch.set_num_threads(1)
 mp.set_sharing_strategy("file_system")
