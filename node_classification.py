@@ -1,7 +1,8 @@
 """Train GraphSAGE for node classification on several GPUs with DGL GraphBolt.
 
 One process (rank) per GPU: GraphBolt samples and loads the mini-batches, PyTorch
-DistributedDataParallel (DDP) keeps the replicas of the model equal.
+DistributedDataParallel (DDP) keeps the replicas of the model equal. [distributed]
+marks the steps that are there only because there are several ranks.
 
     main ── parse and check the arguments
          ── load_dataset, once per machine, before any rank starts
@@ -18,8 +19,6 @@ DistributedDataParallel (DDP) keeps the replicas of the model equal.
     python node_classification.py --gpu=0
     python node_classification.py --gpu=0,1,2,3
     torchrun --standalone --nproc-per-node=2 node_classification.py
-
-[distributed] marks the steps that are there only because there are several ranks.
 """
 
 import argparse
@@ -72,10 +71,7 @@ except Exception as error:  # noqa: BLE001 (DGL raises any type, and names no cu
 
 
 class SAGE(nn.Module):
-    """GraphSAGE with the mean aggregator (Hamilton et al., arXiv:1706.02216).
-
-    Between layers stand ReLU and Dropout(0.5); the last layer gives the logits.
-    """
+    """GraphSAGE with the mean aggregator (Hamilton et al., arXiv:1706.02216)."""
 
     def __init__(self, in_size: int, hidden_size: int, out_size: int, num_layers=3):
         super().__init__()
@@ -91,11 +87,9 @@ class SAGE(nn.Module):
         `blocks` is a bipartite graph for each layer, outermost first; `x` is float32,
         shape (source nodes of blocks[0], in_size).
         """
-        for layer, block in zip(self.layers, blocks):
-            x = layer(block, x)
-            if layer is not self.layers[-1]:
-                x = self.dropout(torch.relu(x))
-        return x
+        for layer, block in zip(self.layers[:-1], blocks):
+            x = self.dropout(torch.relu(layer(block, x)))
+        return self.layers[-1](blocks[-1], x)
 
 
 def create_dataloader(
@@ -237,8 +231,7 @@ def train(
             print(
                 f"Epoch {epoch:05d} | Average Loss {mean_loss:.4f} | "
                 f"Accuracy {accuracy:.4f} | Time {epoch_time:.4f} | "
-                f"Train Time {train_time:.4f} | "
-                f"Seed Nodes/s {num_seeds.item() / train_time:.0f}",
+                f"Train {train_time:.4f} | Seeds/s {num_seeds / train_time:.0f}",
                 flush=True,
             )
             if args.snapshot:
@@ -262,7 +255,7 @@ def run(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = store or parent_store()
+    store = store or open_store()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     # Pinned, the one shared copy in CPU memory is in reach of every rank's GPU.
@@ -281,15 +274,22 @@ def run(
     features = gb.BasicFeatureStore({("node", None, "feat"): feature})
 
     torch.manual_seed(args.seed)  # the same model in every rank
-    model = SAGE(in_size, 256, num_classes, len(args.fanout)).to(device)
-    model = DDP(model)
+    model = DDP(SAGE(in_size, 256, num_classes, len(args.fanout)).to(device))
     dataloader = partial(create_dataloader, args, graph, features, device=device)
     train_dataloader = dataloader(task.train_set, is_train=True)
     valid_dataloader = dataloader(task.validation_set, is_train=False)
     test_dataloader = dataloader(task.test_set, is_train=False)
 
     if rank == 0:
-        print_facts(world_size, devices, backend, args, dataset, in_size)
+        print(f"Processes: {world_size}")
+        print(f"Devices: {', '.join(map(str, devices))}")
+        print(f"Backend: {backend}")
+        print(f"Mode: {args.mode}")
+        print(f"Dataset: {args.dataset}")
+        print(f"Graph: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges")
+        print(f"Task: {in_size} features, {num_classes} classes")
+        split = [f"{len(getattr(task, name) or ()):,} in {name}" for name in SETS]
+        print(f"Split: {', '.join(split)}", flush=True)
     train(rank, args, train_dataloader, valid_dataloader, num_classes, model, device)
     seed_rank(args.seed, args.epochs, rank)
     accuracy, num_items = evaluate(
@@ -355,20 +355,6 @@ def progress(dataloader: gb.DataLoader, rank: int, phase: str) -> tqdm:
     return tqdm(batches, phase, total, leave=False, disable=rank > 0 or None)
 
 
-def print_facts(world_size, devices, backend, args, dataset, in_size) -> None:
-    """Say what is about to be trained, and on what."""
-    graph, task = dataset.graph, dataset.tasks[0]
-    train, valid, test = (f"{len(getattr(task, name) or ()):,}" for name in SETS)
-    print(f"Processes: {world_size}")
-    print(f"Devices: {', '.join(map(str, devices))}")
-    print(f"Backend: {backend}")
-    print(f"Mode: {args.mode}")
-    print(f"Dataset: {args.dataset}")
-    print(f"Graph: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges")
-    print(f"Task: {in_size} features, {task.metadata['num_classes']} classes")
-    print(f"Split: {train} train, {valid} validation, {test} test", flush=True)
-
-
 def keep_freed_memory() -> None:
     """Have glibc keep freed memory: new pages cost the CPU most of a step otherwise."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
@@ -383,16 +369,15 @@ def serve_store() -> dist.Store:
         server = socket.create_server(("127.0.0.1", 12345))
     except OSError:  # busy
         server = socket.create_server(("127.0.0.1", 0))
-    host, port = server.getsockname()
-    os.environ["MASTER_PORT"] = str(port)  # spawn inherits it
-    fd = {"wait_for_workers": False, "master_listen_fd": server.detach()}
-    return dist.TCPStore(host, port, is_master=True, **fd)
+    os.environ["MASTER_PORT"] = str(server.getsockname()[1])  # spawn inherits it
+    return open_store(wait_for_workers=False, master_listen_fd=server.detach())
 
 
-def parent_store() -> dist.Store:
-    """Connect a spawned rank to the store that its parent serves."""
-    stop(not mp.parent_process().is_alive(), "the parent process has died")
-    return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+def open_store(**serve) -> dist.Store:
+    """Connect to the store that the parent serves, or serve it."""
+    stop(not serve and not mp.parent_process().is_alive(), "the parent process died")
+    port = int(os.environ["MASTER_PORT"])
+    return dist.TCPStore("127.0.0.1", port, is_master=bool(serve), **serve)
 
 
 def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> int:
@@ -402,10 +387,10 @@ def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> in
         try:  # weights_only: a pickle from elsewhere could run any code
             states = [torch.load(args.snapshot, map_location="cpu", weights_only=True)]
             model.load_state_dict(states[0]["model"])
-            made = {f"--{key}": states[0][key] for key in MUST_MATCH}
+            made = {key: states[0][key] for key in MUST_MATCH}
         except Exception as error:  # noqa: BLE001 (torch.load raises any type)
-            made = f"damaged, or of another model: {type(error).__name__}"
-        ours = {f"--{key}": getattr(args, key) for key in MUST_MATCH}
+            made = f"damaged or of another model ({type(error).__name__})"
+        ours = {key: getattr(args, key) for key in MUST_MATCH}
         stop(made != ours, f"--snapshot={args.snapshot}: it is {made}, this run {ours}")
     dist.broadcast_object_list(states)  # [distributed] rank 0 reads for all
     if states[0]["epoch"] > 0:
@@ -465,14 +450,15 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
 
 def load_dataset(args: argparse.Namespace, num_ranks: int) -> gb.OnDiskDataset:
     """Load args.dataset, made first if need be, and check that it can be trained on."""
-    name, root = args.dataset, Path("datasets")
-    named, cure = name in DATASETS, "mend its files"
+    name, named = args.dataset, args.dataset in DATASETS
+    root, cure = Path("datasets" if named else ""), "mend its files"
 
     def opened(root: Path) -> gb.OnDiskDataset:
         if named and name != "synthetic":
             return gb.BuiltinDataset(name, str(root))
-        folder, prepared = (root / name, False) if named else (name, None)
-        return gb.OnDiskDataset(str(folder), force_preprocess=prepared)
+        return gb.OnDiskDataset(
+            str(root / name), force_preprocess=False if named else None
+        )
 
     try:
         if named:
@@ -490,8 +476,8 @@ def load_dataset(args: argparse.Namespace, num_ranks: int) -> gb.OnDiskDataset:
                 if name == "synthetic":
                     write_synthetic(scratch / name)
                 opened(scratch)
-                for made in scratch.iterdir():
-                    made.rename(root / made.name)
+                made = next(scratch.iterdir())
+                made.rename(root / made.name)
                 scratch.rmdir()
             dataset = opened(root).load()
         os.close(lock)
@@ -549,8 +535,8 @@ def check_dataset(dataset, args: argparse.Namespace, num_ranks: int) -> None:
 def settle_devices(args: argparse.Namespace) -> list[torch.device]:
     """Choose args.mode if it is open, check the arguments, return the devices."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    lacking = "" if gpus else f"torch {torch.__version__} finds no GPU"
     cuda_dgl = dgl._ffi.function.get_global_func("device_api.cuda", allow_missing=True)
+    lacking = "" if gpus else f"torch {torch.__version__} finds no GPU"
     if gpus and cuda_dgl is None:
         lacking = f"dgl {dgl.__version__} is without CUDA; README.md names CUDA builds"
     if args.mode is None:
@@ -616,42 +602,36 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Load the dataset once for this machine and start its ranks."""
+    """Load the dataset once for this machine and start its ranks, or be one of them."""
     args = parse_args()
     devices = settle_devices(args)
     mp.set_sharing_strategy("file_system")  # spares open files
     world_size = int(os.environ.get("WORLD_SIZE", len(devices)))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if world_size == local_size:  # nothing to hear from outside
+    threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    if world_size == local_size:  # one machine: nothing to hear from outside
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    threads = max(1, len(os.sched_getaffinity(0)) // local_size)
-    if "LOCAL_RANK" in os.environ:
-        return run_under_torchrun(args, devices, threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # spawn inherits it
-    dataset = load_dataset(args, world_size)
-    store = serve_store()  # noqa: F841 (to keep it open)
-    try:
-        mp.spawn(run, (world_size, args, devices, dataset), world_size)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        stop(True, f"rank {error.error_index} failed: {error.msg.strip()}")
-
-
-def run_under_torchrun(args, devices: list[torch.device], threads: int) -> None:
-    """Be one of the ranks that torchrun started; one of a machine's loads for all."""
+    if "LOCAL_RANK" not in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # spawn inherits it
+        dataset = load_dataset(args, world_size)
+        store = serve_store()  # open as long as this name lives
+        try:
+            return mp.spawn(run, (world_size, args, devices, dataset), world_size)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            stop(True, f"rank {error.error_index} failed: {error.msg.strip()}")
     # torchrun sets OMP_NUM_THREADS=1 if the user set none, as its own environment tells.
     if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
         torch.set_num_threads(threads)
         dgl.utils.set_num_threads(threads)
-    # A day, for the others wait at the store while their rank 0 downloads.
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(days=1)))
-    key = f"dataset of machine {os.environ['GROUP_RANK']}"
+    # A day, for a machine's other ranks wait at the store while their rank 0 downloads.
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(days=1)))
+    key, pickler = f"dataset {os.environ['GROUP_RANK']}", mp.reductions.ForkingPickler
     if os.environ["LOCAL_RANK"] == "0":
         dataset = load_dataset(args, world_size)
-        # What travels are handles of shared memory, not the data.
-        store.set(key, bytes(mp.reductions.ForkingPickler.dumps(dataset)))
+        store.set(key, bytes(pickler.dumps(dataset)))  # says where the shared data lie
     else:
-        dataset = mp.reductions.ForkingPickler.loads(store.get(key))
+        dataset = pickler.loads(store.get(key))
     run(rank, world_size, args, devices, dataset, store)
 
 
