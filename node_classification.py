@@ -299,10 +299,11 @@ def run(
     if rank == 0 and task.test_set:
         print(f"Test Accuracy {accuracy:.4f}", flush=True)
 
-    # [distributed] gloo's thread may still need Python's lock to free the last reduce,
-    # while destroying the group holds that lock and waits for the thread. The barrier
-    # lets go of the lock long enough, and has all ranks done before any leaves.
+    # [distributed] No rank leaves while another needs it. Then gloo's threads free the
+    # last tensors: that takes the interpreter's lock, which destroying the group would
+    # hold while it waits for those threads, and the run would never end.
     dist.barrier()
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 
@@ -343,8 +344,7 @@ def gpu_cached(feature: gb.Feature, num_bytes: int) -> gb.Feature:
 
 def seed_rank(seed: int, epoch: int, rank: int) -> None:
     """Seed order, neighbours and dropout; by epoch, so that resuming repeats them."""
-    stream = (seed * 10_000 + epoch) * 10_000 + rank
-    torch.manual_seed(stream)
+    torch.manual_seed(stream := (seed * 10_000 + epoch) * 10_000 + rank)
     gb.seed(stream)
 
 
@@ -451,19 +451,17 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
 def load_dataset(args: argparse.Namespace, num_ranks: int) -> gb.OnDiskDataset:
     """Load args.dataset, made first if need be, and check that it can be trained on."""
     name, named = args.dataset, args.dataset in DATASETS
-    root, cure = Path("datasets" if named else ""), "mend its files"
+    root = Path("datasets" if named else "")
+    cure = f"delete {root / name}*, see to network and disk" if named else "mend it"
 
     def opened(root: Path) -> gb.OnDiskDataset:
         if named and name != "synthetic":
             return gb.BuiltinDataset(name, str(root))
-        return gb.OnDiskDataset(
-            str(root / name), force_preprocess=False if named else None
-        )
+        remake = False if named else None  # None: if the files have changed
+        return gb.OnDiskDataset(str(root / name), force_preprocess=remake)
 
     try:
-        if named:
-            root.mkdir(exist_ok=True)
-            cure = f"delete {root / name}* and start again, with network and disk space"
+        root.mkdir(exist_ok=True)
         # One process at a time: two first runs must not disturb each other.
         lock = os.open(root if named else name, os.O_RDONLY)
         with contextlib.suppress(OSError):  # a file system without locks
@@ -502,12 +500,10 @@ def check_dataset(dataset, args: argparse.Namespace, num_ranks: int) -> None:
     nodes, indptr, indices = graph.num_nodes, graph.csc_indptr, graph.indices
     whole = indptr[0] == 0 and indptr[-1] == len(indices) and indptr.diff().min() >= 0
     need(whole and within(indices, nodes), f"edges are not among its {nodes} nodes")
-    keys = list(store.keys())
-    need(("node", None, "feat") in keys, "there is no node feature named feat")
-    shape = tuple(store.read("node", None, "feat").shape)
-    need(
-        len(shape) == 2 and shape[0] == nodes, f"feat is {shape}, not ({nodes}, width)"
-    )
+    stored = {key: store.read(*key) for key in list(store.keys())}
+    feat = stored.get(("node", None, "feat"), torch.empty(0))
+    rows = feat.dim() == 2 and len(feat) == nodes
+    need(rows, f"it needs a node feature named feat, a row for each of {nodes} nodes")
     classes = tasks[0].metadata.get("num_classes") if tasks else None
     need(isinstance(classes, int), "its first task has no num_classes")
     for name in (name for name in SETS if getattr(tasks[0], name)):
@@ -525,7 +521,7 @@ def check_dataset(dataset, args: argparse.Namespace, num_ranks: int) -> None:
     large = args.epochs > 0 and items < args.batch_size * num_ranks
     most = f"{items} training items on {num_ranks} ranks allow {items // num_ranks}"
     stop(large, f"--batch-size={args.batch_size}: too large; {most}")
-    shared = [indptr, indices] + [store.read(*key) for key in keys]
+    shared = (indptr, indices, *stored.values())
     size = sum(tensor.numel() * tensor.element_size() for tensor in shared) >> 20
     free = shutil.disk_usage("/dev/shm").free >> 20
     cure = "start a container with --ipc=host or a larger --shm-size"
@@ -551,14 +547,10 @@ def settle_devices(args: argparse.Namespace) -> list[torch.device]:
     stop(cuda and max(ids) >= gpus, f"--gpu: this machine has {gpus} GPUs, from 0 on")
     stop(len(ids) < ranks, f"--gpu: torchrun has {ranks} ranks here, each needs an id")
     counts = (args.epochs, args.num_workers, cache, args.seed)
-    stop(
-        min(counts) < 0, "--epochs, --num-workers, --gpu-cache-size, --seed: 0 or more"
-    )
-    stop(args.batch_size < 1, "--batch-size: must be 1 or more")
+    stop(min(counts) < 0, "--epochs, --num-workers, --gpu-cache-size, --seed: from 0")
+    stop(args.batch_size < 1, "--batch-size: from 1 on")
     stop(not 0 < args.lr < float("inf"), "--lr: must be above 0 and finite")
-    stop(
-        min(args.fanout) < -1 or 0 in args.fanout, "--fanout: 1 or more, or -1 for all"
-    )
+    stop(min(args.fanout) < -1 or 0 in args.fanout, "--fanout: from 1, or -1 for all")
     if args.num_workers:
         stop(storage != "cpu" or cache, "--num-workers: needs CPU storage and no cache")
     if args.mode in ("cuda-cuda", "cpu-cpu"):
@@ -591,9 +583,7 @@ def parse_args() -> argparse.Namespace:
     add("--fanout", type=integers, default="10,10,10", help="neighbours; -1: all")
     add("--num-workers", type=int, default=0, help="sampling processes per rank")
     add("--gpu-cache-size", type=int, default=0, help="bytes of features per GPU")
-    add(
-        "--dataset", default="ogbn-products", help=f"{', '.join(DATASETS)}, or a folder"
-    )
+    add("--dataset", default="ogbn-products", help=f"{', '.join(DATASETS)} or a folder")
     modes = ("cpu-cuda", "pinned-cuda", "cuda-cuda", "cpu-cpu")
     add("--mode", choices=modes, help="storage-training (pinned-cuda, or else cpu-cpu)")
     add("--seed", type=int, default=0, help="seeds model, shuffling and sampling")
