@@ -103,5 +103,5 @@ def test_evaluation_keeps_class_ids_and_no_logits():
 
 
 def test_evaluation_without_a_set_has_no_items():
-    accuracy, num_items = nc.evaluate(0, nn.Identity(), None, 4, CPU)
+    accuracy, num_items = nc.evaluate(0, nn.Identity(), [], 4, CPU)
     assert (accuracy.item(), num_items.item()) == (0, 0)

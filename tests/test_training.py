@@ -38,7 +38,7 @@ def train_in_order(rank, path, order, *flags, dropout=0.0, dataset=None):
     model = DistributedDataParallel(nc.SAGE(8, 16, 4, 2))
     model.module.dropout.p = dropout
     loader = pipeline(args, dataset, "train_set", is_train=False)  # not shuffled
-    nc.train(rank, args, loader, None, 4, model, CPU)
+    nc.train(rank, args, loader, [], 4, model, CPU)
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -170,7 +170,7 @@ def test_rank_0_alone_prints_and_no_bar_goes_into_a_pipe(tiny):
     assert len(facts) == len(set(facts))  # no rank repeats another's
     assert {"Processes", "Devices", "Backend", "Mode", "Dataset"} <= set(facts)
     assert "600 nodes, 6,000 edges" in output
-    assert "300 in train_set, 150 in validation_set, 150 in test_set" in output
+    assert "Split: 300 train, 150 validation, 150 test" in output
     assert all(EPOCH.fullmatch(line) for line in lines[-3:-1])
     assert re.fullmatch(r"Test Accuracy [01]\.\d{4}", lines[-1])
 
