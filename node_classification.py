@@ -2,8 +2,7 @@
 
 One process (rank) per GPU: GraphBolt samples and loads the mini-batches, PyTorch
 DistributedDataParallel (DDP) keeps the replicas of the model equal. [distributed]
-marks the steps that are there only because there are several ranks. What comes after
-run() are its helpers, the synthetic dataset, the checks and the command line.
+marks the steps that are there only because there are several ranks.
 
     main ── parse and check the arguments
          ── load_dataset, once per machine, before any rank starts
@@ -44,7 +43,7 @@ if __name__ in ("__main__", "__mp_main__"):
 os.environ.setdefault("DGLBACKEND", "pytorch")  # else DGL prints a banner
 warnings.filterwarnings("ignore", module=r"(dgl|torch|torchdata)\b")
 try:
-    import dgl
+    import dgl.sparse
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -58,7 +57,7 @@ try:
     metadata.version("torchmetrics")  # evaluate() imports it, in the ranks alone
     torch.from_numpy(np.zeros(1))  # fails where numpy 2 meets an older torch
 except Exception as error:  # noqa: BLE001 (DGL raises any type, and names no cure)
-    have = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    have = {f.metadata["Name"]: f.version for f in [*metadata.distributions()][::-1]}
     names = ["torch", "dgl", "torchdata", "numpy", "pandas", "pydantic", "PyYAML"]
     sys.exit(
         f"error: packages do not fit each other: {type(error).__name__}: {error}\n"
@@ -102,7 +101,6 @@ def create_dataloader(
     if not itemset:
         return []
     storage = args.mode.split("-")[0]
-
     # [distributed] Each replica gets its own part of the items. Training drops what
     # would give replicas unequal batches; evaluation must see every item once.
     datapipe = sampler = gb.DistributedItemSampler(
@@ -132,8 +130,6 @@ def create_dataloader(
 
     overlap = known(gb.DataLoader, overlap_graph_fetch=storage == "pinned")
     dataloader = gb.DataLoader(datapipe, num_workers=args.num_workers, **overlap)
-    share = len(itemset) / (args.batch_size * dist.get_world_size())
-    dataloader.num_batches = int(share) if is_train else -int(-share // 1)  # of rank 0
     dataloader.rng = getattr(sampler, "_rng", None)  # for seed_rank(), before DGL 2.3
     return dataloader
 
@@ -167,7 +163,7 @@ def evaluate(
 
     model.eval()
     predicted, labels = [], []
-    for data in progress(dataloader, rank, phase):
+    for data in tqdm(dataloader, phase, leave=False, disable=rank > 0 or None):
         logits = model(data.blocks, data.node_features["feat"].float())
         predicted.append(logits.argmax(dim=1))  # class ids; logits would fill memory
         labels.append(data.labels.long().flatten())
@@ -194,13 +190,14 @@ def train(
     for epoch in range(first_epoch, args.epochs):
         seed_rank(args.seed, epoch, rank, train_dataloader.rng)
         start = time.perf_counter()
+        phase, quiet = f"Epoch {epoch:05d} training", rank > 0 or None
         model.train()
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_seeds = torch.zeros((), dtype=torch.int64, device=device)
         # [distributed] Under Join a rank that is out of batches still answers the
         # gradient exchange of the others; without it they would wait for ever.
         with Join([model]):
-            for data in progress(train_dataloader, rank, f"Epoch {epoch:05d} training"):
+            for data in tqdm(train_dataloader, phase, leave=False, disable=quiet):
                 labels = data.labels.long().flatten()
                 logits = model(data.blocks, data.node_features["feat"].float())
                 loss = nn.functional.cross_entropy(logits, labels)
@@ -240,7 +237,6 @@ def run(
     """Be rank `rank` of `world_size`: join the group, train, test, leave."""
     device = devices[int(os.environ.get("LOCAL_RANK", rank))]
     keep_freed_memory()
-
     # [distributed] The GPU is chosen first: else every rank would allocate on GPU 0.
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -263,7 +259,7 @@ def run(
         feature = gpu_cached(feature, args.gpu_cache_size)
     features = gb.BasicFeatureStore({("node", None, "feat"): feature})
 
-    torch.manual_seed(args.seed)  # the same model in every rank
+    seed_rank(args.seed, 0, 0)  # the same model in every rank
     model = DDP(SAGE(in_size, 256, num_classes, len(args.fanout)).to(device))
     train_set, val_set, test_set = (getattr(task, name) or () for name in SETS)
     train_dataloader = create_dataloader(args, graph, features, train_set, device, True)
@@ -288,7 +284,6 @@ def run(
     accuracy = weighted_reduce((accuracy * num_items).round(), num_items)
     if rank == 0 and test_set:
         print(f"Test Accuracy {accuracy:.4f}", flush=True)
-
     # [distributed] No rank leaves while another needs it. In the pause gloo's threads
     # free the last tensors. For that they need the interpreter's lock, which destroying
     # the group holds while it waits for them: without the pause the run may never end.
@@ -315,23 +310,16 @@ def gpu_cached(feature: gb.Feature, num_bytes: int) -> gb.Feature:
     new = callable(getattr(gb, "gpu_cached_feature", None))  # a module before DGL 2.4
     make = gb.gpu_cached_feature if new else gb.GPUCachedFeature
     if "cache_size" in inspect.signature(make).parameters:  # DGL 2.1 counts in rows
-        row = feature.read(torch.tensor([0]))
-        num_bytes = max(1, num_bytes // (row.numel() * row.element_size()))
+        num_bytes = max(1, num_bytes // feature.read(torch.tensor([0])).nbytes)
     return make(feature, num_bytes)
 
 
 def seed_rank(seed: int, epoch: int, rank: int, rng=None) -> None:
     """Seed order, neighbours and dropout; by epoch, so that resuming repeats them."""
-    torch.manual_seed(stream := (seed * 10_000 + epoch) * 10_000 + rank)
+    torch.manual_seed(stream := ((seed * 10_000 + epoch) * 10_000 + rank) % 2**63)
     gb.seed(stream)
     if rng is not None:
         rng.bit_generator.state = np.random.PCG64(stream).state
-
-
-def progress(dataloader: gb.DataLoader, rank: int, phase: str) -> tqdm:
-    """Show a bar while iterating: on rank 0 alone, and in a terminal alone."""
-    total = getattr(dataloader, "num_batches", 0)
-    return tqdm(dataloader, phase, total, leave=False, disable=rank > 0 or None)
 
 
 def keep_freed_memory() -> None:
@@ -361,7 +349,7 @@ def open_store(**serve) -> dist.Store:
 def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> int:
     """Load args.snapshot, if it is there; return the number of epochs it has done."""
     states, flag = [{"epoch": 0}], f"--snapshot={args.snapshot}:"
-    if rank == 0 and Path(args.snapshot).exists():
+    if rank == 0 and os.path.exists(args.snapshot):
         try:  # weights_only: a pickle from elsewhere could run any code
             states = [torch.load(args.snapshot, map_location="cpu", weights_only=True)]
             for key in MUST_MATCH:
@@ -424,15 +412,20 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
     (folder / "metadata.yaml").write_text(json.dumps(layout, indent=1))  # YAML, too
 
 
+def spmatrix(indices: Tensor, shape: tuple, convert=dgl.sparse.spmatrix):
+    """Convert edges for GraphBolt; one beyond the nodes would crash this process."""
+    if indices.min() < 0 or indices.max() >= shape[0]:
+        raise ValueError(f"edges are not among its {shape[0]} nodes")
+    return convert(indices, shape=shape)
+
+
 def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
     """Load args.dataset, made first if need be, and check that it can be trained on."""
     name, folder = args.dataset, Path(args.dataset)
-    cure = f"mend it, or take one of {', '.join(DATASETS)}"
     try:
         if name in DATASETS:
             folder = Path("datasets", name)
             folder.parent.mkdir(exist_ok=True)
-            cure = f"delete {folder}*, see to network and disk, and start again"
         # One process at a time: two first runs must not disturb each other.
         lock = os.open(folder.parent if name in DATASETS else folder, os.O_RDONLY)
         with contextlib.suppress(OSError):  # a file system without locks
@@ -447,10 +440,11 @@ def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
             open_dataset = gb.BuiltinDataset if builtin else gb.OnDiskDataset
             dataset = open_dataset(name if builtin else str(folder)).load()
         os.close(lock)
+        check_dataset(dataset, args, ranks)
     except Exception as error:  # noqa: BLE001 (GraphBolt raises any type)
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        cure = f"mend or delete {folder}*, or take one of {', '.join(DATASETS)}"
         stop(True, f"--dataset={name}: cannot be read ({what}); {cure}")
-    check_dataset(dataset, args, ranks)
     return dataset
 
 
@@ -466,50 +460,55 @@ def check_dataset(dataset, args: argparse.Namespace, ranks: int) -> None:
     graph, store, tasks = dataset.graph, dataset.feature, dataset.tasks
     need(graph and isinstance(graph.num_nodes, int), "the graph is not homogeneous")
     nodes, indptr, indices = graph.num_nodes, graph.csc_indptr, graph.indices
-    need(within(indices, nodes), f"its edges are not among its {nodes} nodes")
+    whole = indptr[0] == 0 and indptr[-1] == len(indices) and indptr.diff().min() >= 0
+    need(whole and within(indices, nodes), f"its edges are not among its {nodes} nodes")
     stored = {key: store.read(*key) for key in list(store.keys())}
     feat = stored.get(("node", None, "feat"), torch.empty(0))
-    rows = feat.dim() == 2 and len(feat) == nodes
+    rows = feat.dim() == 2 and len(feat) == nodes and feat.numel() > 0
     need(rows, f"it needs a node feature named feat, a row for each of {nodes} nodes")
     classes = tasks[0].metadata.get("num_classes") if tasks else None
     need(isinstance(classes, int), "its first task has no num_classes")
+    shared = [indptr, indices, *stored.values()]
     for name in (name for name in SETS if getattr(tasks[0], name)):
         itemset = getattr(tasks[0], name)
-        fields = itemset.names in (("seeds", "labels"), ("seed_nodes", "labels"))
-        need(fields, f"{name} has {itemset.names}, not seeds and labels")
+        named = itemset.names in (("seeds", "labels"), ("seed_nodes", "labels"))
+        named = named and isinstance(itemset, gb.ItemSet)
+        need(named, f"{name} needs seeds and labels, in this order, and no node type")
         seeds, labels = itemset[:]
-        distinct = within(seeds, nodes) and len(seeds.unique()) == len(seeds)
-        need(distinct, f"{name} needs as seeds different ids of its {nodes} nodes")
-        # A NaN differs from the integer that it becomes.
-        valid = (labels.long() == labels).all() and within(labels, classes)
-        valid = valid and labels.numel() == len(seeds)
-        need(valid, f"{name} needs a label from 0 to {classes - 1} for each seed")
+        shared += [seeds, labels]
+        paired = len(seeds.unique()) == len(seeds) == len(labels) == labels.numel()
+        paired = paired and within(seeds, nodes)
+        need(
+            paired,
+            f"{name} needs different ids of nodes as seeds, and a label for each",
+        )
+        valid = within(labels, classes) and (labels.long() == labels).all()
+        need(valid, f"{name} has labels other than 0 to {classes - 1}")
     items = len(tasks[0].train_set or ())
-    few = args.epochs > 0 and items < args.batch_size * ranks
-    stop(few, f"--batch-size: {items} items on {ranks} ranks allow {items // ranks}")
-    size = sum(
-        t.numel() * t.element_size() for t in (indptr, indices, *stored.values())
+    few, most = args.epochs > 0 and items < args.batch_size * ranks, items // ranks
+    stop(few, f"--batch-size: {items} training items on {ranks} ranks allow {most}")
+    size, free = (
+        sum(t.nbytes for t in shared) + 2**20,
+        shutil.disk_usage("/dev/shm").free,
     )
-    free = shutil.disk_usage("/dev/shm").free
-    cure = "start a container with --ipc=host or a larger --shm-size"
     need(
-        size <= free, f"{size >> 20} MiB go to /dev/shm, {free >> 20} are free; {cure}"
+        size <= free,
+        f"/dev/shm lacks {size - free >> 20} MiB: --ipc=host or --shm-size",
     )
 
 
 def settle_devices(args: argparse.Namespace) -> list[torch.device]:
     """Choose args.mode if it is open, check the arguments, return the devices."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cuda_dgl = dgl._ffi.function.get_global_func("device_api.cuda", allow_missing=True)
     lacking = "" if gpus else f"torch {torch.__version__} finds no GPU"
-    if gpus and cuda_dgl is None:
+    if gpus and dgl._ffi.function.get_global_func("device_api.cuda", True) is None:
         lacking = f"dgl {dgl.__version__} is without CUDA; README.md names CUDA builds"
     if args.mode is None:
         args.mode = "cpu-cpu" if lacking else "pinned-cuda"
         if lacking and os.environ.get("RANK", "0") == "0":
             print(f"Running on the CPU (--mode=cpu-cpu): {lacking}", flush=True)
-    ids, cache, cuda = args.gpu, args.gpu_cache_size, args.mode.endswith("-cuda")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ids, cache, cuda = args.gpu, args.gpu_cache_size, args.mode.endswith("-cuda")
     stop(cuda and lacking, f"--mode={args.mode}: {lacking}")
     stop(min(ids) < 0 or len(set(ids)) < len(ids), "--gpu: ids must differ, from 0 on")
     stop(cuda and max(ids) >= gpus, f"--gpu: this machine has {gpus} GPUs, from 0 on")
@@ -519,9 +518,8 @@ def settle_devices(args: argparse.Namespace) -> list[torch.device]:
     stop(args.batch_size < 1, "--batch-size: from 1 on")
     stop(not 0 < args.lr < float("inf"), "--lr: must be above 0 and finite")
     stop(min(args.fanout) < -1 or 0 in args.fanout, "--fanout: from 1, or -1 for all")
-    if args.num_workers:
-        on_gpu = cache or not args.mode.startswith("cpu-")
-        stop(on_gpu, "--num-workers: needs CPU storage and --gpu-cache-size=0")
+    busy = args.num_workers and (cache or not args.mode.startswith("cpu-"))
+    stop(busy, "--num-workers: needs CPU storage and --gpu-cache-size=0")
     if args.mode in ("cuda-cuda", "cpu-cpu"):
         stop(cache, f"--gpu-cache-size: has no use with --mode={args.mode}")
     return [torch.device(f"cuda:{number}" if cuda else "cpu") for number in ids]
@@ -563,14 +561,14 @@ def main() -> None:
     args = parse_args()
     devices = settle_devices(args)
     mp.set_sharing_strategy("file_system")  # spares open files
-    world_size = int(os.environ.get("WORLD_SIZE", len(devices)))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    torchrun = "LOCAL_RANK" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if torchrun else len(devices)
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun else world_size
     threads = max(1, len(os.sched_getaffinity(0)) // local_size)
-    if world_size == local_size:  # one machine: nothing to hear from outside
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not torchrun:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # spawn inherits these
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else may connect
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if "LOCAL_RANK" not in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # spawn inherits it
         dataset = load_dataset(args, world_size)
         store = serve_store()  # open as long as this name lives
         try:
@@ -592,6 +590,7 @@ def main() -> None:
     run(rank, world_size, args, devices, dataset, store)
 
 
+dgl.sparse.spmatrix = spmatrix
 DATASETS = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "synthetic")
 MUST_MATCH = ("dataset", "fanout", "seed")  # between a snapshot and a run
 SETS = ("train_set", "validation_set", "test_set")

@@ -177,7 +177,9 @@ def test_rank_0_alone_prints_and_no_bar_goes_into_a_pipe(tiny):
 
 def test_a_terminal_sees_a_bar_with_epoch_and_phase(tiny):
     flags = f"--dataset={tiny} --batch-size=50 --epochs=2"
-    command = f"stty columns 100 rows 30; OMP_NUM_THREADS=1 {sys.executable} {SCRIPT} {flags}"
+    command = (
+        f"stty columns 100 rows 30; OMP_NUM_THREADS=1 {sys.executable} {SCRIPT} {flags}"
+    )
     shown = []
 
     def read(terminal):
