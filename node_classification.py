@@ -443,7 +443,7 @@ def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
         check_dataset(dataset, args, ranks)
     except Exception as error:  # noqa: BLE001 (GraphBolt raises any type)
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        cure = f"mend or delete {folder}*, or take one of {', '.join(DATASETS)}"
+        cure = f"mend or delete {folder}*, check network and disk, see --help"
         stop(True, f"--dataset={name}: cannot be read ({what}); {cure}")
     return dataset
 
