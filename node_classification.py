@@ -37,6 +37,7 @@ import warnings
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 if __name__ in ("__main__", "__mp_main__"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a collective, too
@@ -119,16 +120,16 @@ def create_dataloader(
     overlap = known(gb.NeighborSampler, **overlap)
     datapipe = datapipe.sample_neighbor(graph, args.fanout, **overlap)
     # A GPU cache before features in CPU memory looks nodes up on the GPU.
-    if storage == "cpu" and args.gpu_cache_size > 0:
+    if cached := storage == "cpu" and args.gpu_cache_size > 0:
         nodes = known(gb.CopyTo, extra_attrs=["input_nodes"])
         datapipe = datapipe.copy_to(device, **nodes)
     datapipe = datapipe.fetch_feature(features, node_feature_keys=["feat"])
     # With CPU storage the finished mini-batch is copied. Without a GPU there is no
     # need, and the thread that comes with the stage would take cores from training.
-    if storage == "cpu" and device.type != "cpu":
+    if storage == "cpu" and device.type != "cpu" and not cached:
         datapipe = datapipe.copy_to(device)
-
-    overlap = known(gb.DataLoader, overlap_graph_fetch=storage == "pinned")
+    overlap = {"overlap_graph_fetch": storage == "pinned"}
+    overlap = known(gb.DataLoader, overlap_feature_fetch=storage != "cpu", **overlap)
     dataloader = gb.DataLoader(datapipe, num_workers=args.num_workers, **overlap)
     dataloader.rng = getattr(sampler, "_rng", None)  # for seed_rank(), before DGL 2.3
     return dataloader
@@ -301,8 +302,9 @@ def known(function, **kwargs) -> dict:
 class CPUFeature(gb.TorchBasedFeature):
     """Reads by torch's index_select, on the CPU 3 times as fast as DGL 2.1's own."""
 
-    def read(self, ids: Tensor) -> Tensor:
-        return super().read().index_select(0, ids.cpu())
+    def read(self, ids: Tensor | None = None) -> Tensor:
+        rows = super().read()
+        return rows if ids is None else rows.index_select(0, ids.cpu())
 
 
 def gpu_cached(feature: gb.Feature, num_bytes: int) -> gb.Feature:
@@ -362,6 +364,7 @@ def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> in
     if states[0]["epoch"] > 0:
         model.load_state_dict(states[0]["model"])
         optimizer.load_state_dict(states[0]["optimizer"])
+        optimizer.param_groups[0]["lr"] = args.lr
     if rank == 0 and states[0]["epoch"] < args.epochs:  # tell now whether it can
         save_snapshot(args, states[0]["epoch"], model, optimizer)
     return states[0]["epoch"]
@@ -412,11 +415,11 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
     (folder / "metadata.yaml").write_text(json.dumps(layout, indent=1))  # YAML, too
 
 
-def spmatrix(indices: Tensor, shape: tuple, convert=dgl.sparse.spmatrix):
+def spmatrix(indices, val=None, shape=None, convert=dgl.sparse.spmatrix):
     """Convert edges for GraphBolt; one beyond the nodes would crash this process."""
-    if indices.min() < 0 or indices.max() >= shape[0]:
+    if shape and len(indices[0]) and not 0 <= indices.min() <= indices.max() < shape[0]:
         raise ValueError(f"edges are not among its {shape[0]} nodes")
-    return convert(indices, shape=shape)
+    return convert(indices, val, shape)
 
 
 def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
@@ -443,8 +446,10 @@ def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
         check_dataset(dataset, args, ranks)
     except Exception as error:  # noqa: BLE001 (GraphBolt raises any type)
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        cure = f"mend or delete {folder}*, check network and disk, see --help"
-        stop(True, f"--dataset={name}: cannot be read ({what}); {cure}")
+        cure = (
+            "check network and disk, delete" if name in DATASETS else "see --help, mend"
+        )
+        stop(True, f"--dataset={name}: cannot be read ({what}); {cure} {folder}")
     return dataset
 
 
@@ -478,23 +483,14 @@ def check_dataset(dataset, args: argparse.Namespace, ranks: int) -> None:
         shared += [seeds, labels]
         paired = len(seeds.unique()) == len(seeds) == len(labels) == labels.numel()
         paired = paired and within(seeds, nodes)
-        need(
-            paired,
-            f"{name} needs different ids of nodes as seeds, and a label for each",
-        )
+        need(paired, f"{name} needs different nodes as seeds, and a label for each")
         valid = within(labels, classes) and (labels.long() == labels).all()
         need(valid, f"{name} has labels other than 0 to {classes - 1}")
     items = len(tasks[0].train_set or ())
     few, most = args.epochs > 0 and items < args.batch_size * ranks, items // ranks
     stop(few, f"--batch-size: {items} training items on {ranks} ranks allow {most}")
-    size, free = (
-        sum(t.nbytes for t in shared) + 2**20,
-        shutil.disk_usage("/dev/shm").free,
-    )
-    need(
-        size <= free,
-        f"/dev/shm lacks {size - free >> 20} MiB: --ipc=host or --shm-size",
-    )
+    lack = sum(t.nbytes for t in shared) + 2**20 - shutil.disk_usage("/dev/shm").free
+    need(lack <= 0, f"/dev/shm lacks {lack >> 20} MiB: --ipc=host or --shm-size")
 
 
 def settle_devices(args: argparse.Namespace) -> list[torch.device]:
@@ -574,7 +570,8 @@ def main() -> None:
         try:
             return mp.spawn(run, (world_size, args, devices, dataset), world_size)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            stop(True, f"rank {error.error_index} failed: {error.msg.strip()}")
+            told = getattr(error, "exit_code", 0) == 1  # why, by the rank in stop()
+            sys.exit(told or f"error: rank {error.error_index}: {error.msg.strip()}")
     # torchrun sets OMP_NUM_THREADS=1 if the user set none, as its own environment tells.
     if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
         torch.set_num_threads(threads)
@@ -590,7 +587,10 @@ def main() -> None:
     run(rank, world_size, args, devices, dataset, store)
 
 
-dgl.sparse.spmatrix = spmatrix
+dgl.sparse.spmatrix = spmatrix  # GraphBolt calls it to preprocess
+# Else each pass over a torch DataLoader opens a gloo group, and never closes it.
+local = SimpleNamespace(is_available=lambda: False, ProcessGroup=())
+torch.utils.data.dataloader.dist = local
 DATASETS = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "synthetic")
 MUST_MATCH = ("dataset", "fanout", "seed")  # between a snapshot and a run
 SETS = ("train_set", "validation_set", "test_set")

@@ -77,10 +77,6 @@ def test_evaluation_is_the_same_for_any_number_of_ranks(
         assert [share for share, _, _ in results] == [150, 0, 0][:world_size]
 
 
-class Batches(list):
-    num_batches = 3
-
-
 def test_evaluation_keeps_class_ids_and_no_logits():
     alive = []
 
@@ -98,7 +94,7 @@ def test_evaluation_keeps_class_ids_and_no_logits():
         node_features={"feat": torch.tensor([[0.0], [1.0], [3.0]])},
         labels=torch.tensor([0, 2, 3]),
     )
-    accuracy, num_items = nc.evaluate(0, Model(), Batches([batch] * 3), 4, CPU)
+    accuracy, num_items = nc.evaluate(0, Model(), [batch] * 3, 4, CPU)
     assert (accuracy.item(), num_items.item()) == (pytest.approx(2 / 3), 9)
 
 

@@ -24,27 +24,35 @@ def deal(rank, shuffled, is_train):
     args = arguments("--batch-size=2", "--fanout=1")
     loader = nc.create_dataloader(args, graph, features, itemset, CPU, is_train)
     nc.seed_rank(0, 0, rank)
-    return [batch.seeds.tolist() for batch in loader], loader.num_batches
+    return [batch.seeds.tolist() for batch in loader]
 
 
 def test_evaluation_deals_every_item_to_one_replica(in_ranks):
-    dealt = in_ranks(4, deal, False, False)
-    assert [batches for batches, _ in dealt] == [
+    assert in_ranks(4, deal, False, False) == [
         [[0, 1], [2, 3]],
         [[4, 5], [6, 7]],
         [[8, 9], [10, 11]],
         [[12, 13], [14]],
     ]
-    assert dealt[0][1] == 2  # the bar of rank 0 knows its batches
 
 
 def test_training_deals_each_replica_as_many_full_batches(in_ranks):
     dealt = in_ranks(4, deal, True, True)
     shares = [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14}]
-    for (batches, num_batches), share in zip(dealt, shares, strict=True):
+    for batches, share in zip(dealt, shares, strict=True):
         assert [len(batch) for batch in batches] == [2]
         assert set(batches[0]) <= share
-        assert num_batches == 1
+
+
+def pass_twice(rank, path):
+    loader = pipeline(arguments("--batch-size=32"), load(path))
+    for _ in range(2):
+        list(loader)
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def test_passes_over_a_dataloader_open_no_further_process_group(in_ranks, tiny):
+    assert in_ranks(2, pass_twice, tiny) == [1, 1]
 
 
 def visit(rank, path, workers):
@@ -147,20 +155,20 @@ DGL_2_1 = (
     SAMPLER,
     "device, extra_attrs=None",
     "graph, fanouts",
-    "num_workers=0, overlap_graph_fetch=False",
+    "num_workers=0, overlap_feature_fetch=True, overlap_graph_fetch=False",
 )
 DGL_2_2 = (
     SAMPLER,
     "device",
     "graph, fanouts",
-    "num_workers=0, overlap_graph_fetch=False",
+    "num_workers=0, overlap_feature_fetch=True, overlap_graph_fetch=False",
 )
 DGL_2_3 = (SAMPLER + ", seed=None", *DGL_2_2[1:])
 DGL_2_4 = (
     SAMPLER + ", seed=None",
     "device",
     "graph, fanouts, overlap_fetch=False, asynchronous=False",
-    "num_workers=0",
+    "num_workers=0, overlap_feature_fetch=True",
 )
 
 
@@ -185,6 +193,7 @@ def test_each_dgl_version_gets_the_arguments_it_knows(monkeypatch, version, opti
         "dataloader",
     ]
     passed = {k: v for _, _, named in chain for k, v in named.items()}
+    assert passed.pop("overlap_feature_fetch") is True
     always = {
         "batch_size",
         "shuffle",
@@ -218,7 +227,7 @@ def test_each_dgl_version_gets_the_arguments_it_knows(monkeypatch, version, opti
         (
             ["--mode=cpu-cuda", "--gpu-cache-size=9"],
             "cuda:0",
-            ["sample_neighbor", "copy_to", "fetch_feature", "copy_to"],
+            ["sample_neighbor", "copy_to", "fetch_feature"],
         ),
     ],
 )

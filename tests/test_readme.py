@@ -124,6 +124,7 @@ def test_everything_that_the_readme_names_exists():
         "--nodes",
         "--ntasks-per-node",
         "--gpus-per-node",
+        "--cpus-per-task",
         "--python",
         "--help",
     }

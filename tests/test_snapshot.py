@@ -52,7 +52,7 @@ def parts(path, *flags, seed=0):
     model = nc.SAGE(8, 256, 4, len(args.fanout))
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = parameter.detach().clone()
     optimizer.step()
     return args, model, optimizer
 
