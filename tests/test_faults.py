@@ -73,7 +73,7 @@ def test_a_signal_ends_the_whole_job(tiny, tmp_path, victim, number, moment, wor
         status, errors = job.wait_for_end(files)
     if victim == "rank":
         assert status == 1
-        assert re.fullmatch(r"error: rank 1 .*SIGKILL\n", errors)
+        assert re.fullmatch(r"error: rank 1\b.*SIGKILL\n", errors)
     else:
         assert status == -number  # as the shell reports it
         assert number == signal.SIGKILL or errors == ""
