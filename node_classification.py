@@ -482,8 +482,7 @@ def check_dataset(dataset, args: argparse.Namespace, ranks: int) -> None:
         seeds, labels = itemset[:]
         shared += [seeds, labels]
         paired = len(seeds.unique()) == len(seeds) == len(labels) == labels.numel()
-        paired = paired and within(seeds, nodes)
-        need(paired, f"{name} needs different nodes as seeds, and a label for each")
+        need(paired and within(seeds, nodes), f"{name} needs distinct, labelled nodes")
         valid = within(labels, classes) and (labels.long() == labels).all()
         need(valid, f"{name} has labels other than 0 to {classes - 1}")
     items = len(tasks[0].train_set or ())
@@ -567,6 +566,7 @@ def main() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dataset = load_dataset(args, world_size)
         store = serve_store()  # open as long as this name lives
+        sys.warnoptions.append("ignore:resource_tracker")  # its complaint after a kill
         try:
             return mp.spawn(run, (world_size, args, devices, dataset), world_size)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

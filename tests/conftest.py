@@ -84,6 +84,7 @@ def _rank(rank, world_size, folder, function, args):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.save(function(rank, *args), f"{folder}/{rank}.pt")
     dist.barrier()
+    time.sleep(0.1)  # as at the end of the script's run()
     dist.destroy_process_group()
 
 
