@@ -199,8 +199,10 @@ def script_rank(job: Job, rank: int, *args) -> None:
 
 
 def peer_loader(job: Job, dataset: SimpleNamespace, items, is_train: bool):
-    """Return the dataloader of DGL's multi-GPU example, with everything on the CPU:
-    of the one for GraphBolt, or of the one from before."""
+    """Return the dataloader of DGL's multi-GPU example, with all of it on the CPU.
+
+    The older loader was in the same example before GraphBolt.
+    """
     options = {"shuffle": is_train, "drop_last": is_train, "batch_size": job.batch_size}
     if job.pipeline == "plain":
         pipe = gb.DistributedItemSampler(items, drop_uneven_inputs=is_train, **options)
@@ -322,8 +324,10 @@ def load(folder: Path) -> gb.OnDiskDataset:
 
 @functools.cache
 def long_csc(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the graph in int64, DGL's default. With int32, which GraphBolt prefers,
-    the older loader of DGL 2.1 crashes where it has several threads."""
+    """Return the graph in int64, DGL's default, for the older loader.
+
+    With int32, GraphBolt's choice, that of DGL 2.1 crashes when it has two threads.
+    """
     graph = load(folder).graph
     return graph.csc_indptr.long(), graph.indices.long()
 
@@ -357,7 +361,7 @@ def select(dataset: gb.OnDiskDataset, job: Job) -> SimpleNamespace:
 
 def measure(job: Job, fresh: bool = False) -> dict:
     """Run a contestant in new processes; return its ranks' results, taken together."""
-    job.results = mp.get_context("spawn").SimpleQueue()
+    job = replace(job, results=mp.get_context("spawn").SimpleQueue())
     with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
         if "threads" in job.without:
             os.environ["OMP_NUM_THREADS"] = str(max(1, CORES // 2 // job.ranks))
@@ -419,16 +423,18 @@ def own_command(args: argparse.Namespace, contestant: str, **options) -> list[st
 
 @contextlib.contextmanager
 def started(line: list[str], folder: Path | None) -> Iterator[subprocess.Popen]:
-    """Start a Python command; it has ended when the context ends."""
+    """Start a Python command that ends with this context, whatever ends that."""
     line = [sys.executable, *line]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     child = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=folder)
     try:
         yield child
         if child.wait():
             sys.exit(f"error: {' '.join(line)}: exit status {child.returncode}")
     finally:
-        child.kill()  # its ranks get a signal when it dies
+        child.kill()  # its ranks get a signal of their own then
         child.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def measure_memory(line: list[str]) -> dict:
@@ -464,7 +470,7 @@ def plan(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[dict, Callab
     """Yield each run's labels and what does it; contestants take turns."""
     parts, batch_size = args.parts, args.batch_size
     folders = {size: args.folder.resolve() / f"benchmark-{size}" for size in SIZES}
-    for size in {args.size, *(args.sizes if "growth" in parts else ())}:
+    for size in args.sizes if "growth" in parts else [args.size]:
         make = partial(make_dataset, folders[size], SIZES[size])
         yield {"part": "making", "contestant": size}, make
     smoke = [script.__file__, "--dataset=synthetic"]
@@ -480,26 +486,18 @@ def plan(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[dict, Callab
         turns["step", ""] = partial(measure_step, replace(job(SCRIPT), sections=True))
         for size in args.sizes:
             turns["growth", size] = partial(measure, job(SCRIPT, size))
+        options = {"ranks": ranks, "steps": args.steps, "dataset": folders[args.size]}
         for name in (SCRIPT, PLAIN):
-            options = {
-                "ranks": ranks,
-                "steps": args.steps,
-                "dataset": folders[args.size],
-            }
             line = own_command(args, name, **options)
             turns["memory", name] = partial(measure_memory, line)
         if ranks == max(args.ranks):
-            gpus = ",".join(map(str, range(ranks)))
+            gpus = f"--gpu={','.join(map(str, range(ranks)))}"
             epochs = f"--epochs={args.epochs}"
+            line = [*smoke, gpus, epochs, f"--batch-size={batch_size}"]
+            turns["startup", SCRIPT] = partial(measure_startup, line, scratch)
             options |= {"steps": 0, "dataset": "datasets/synthetic"}
-            for name, line in (
-                (
-                    SCRIPT,
-                    [*smoke, epochs, f"--gpu={gpus}", f"--batch-size={batch_size}"],
-                ),
-                (PLAIN, [*own_command(args, PLAIN, **options), epochs]),
-            ):
-                turns["startup", name] = partial(measure_startup, line, scratch)
+            line = [*own_command(args, PLAIN, **options), epochs]
+            turns["startup", PLAIN] = partial(measure_startup, line, scratch)
         for (part, name), run in turns.items():
             labels = {"part": part, "contestant": name, "ranks": ranks}
             if part in parts or (part == "speed" and "levers" in parts):
