@@ -447,9 +447,7 @@ def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
     except Exception as error:  # noqa: BLE001 (GraphBolt raises any type)
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         cure = (
-            "check network and disk, delete"
-            if name in DATASETS
-            else "see --help, or mend"
+            "check network, disk; delete" if name in DATASETS else "see --help or mend"
         )
         stop(True, f"--dataset={name}: cannot be read ({what}); {cure} {folder}")
     return dataset
@@ -507,9 +505,7 @@ def settle_devices(args: argparse.Namespace) -> list[torch.device]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ids, cache, cuda = args.gpu, args.gpu_cache_size, args.mode.endswith("-cuda")
     stop(cuda and lacking, f"--mode={args.mode}: {lacking}")
-    stop(
-        min(ids) < 0 or len(set(ids)) < len(ids), "--gpu: ids must differ, be 0 or more"
-    )
+    stop(min(ids) < 0 or len(set(ids)) < len(ids), "--gpu: ids must differ, from 0 on")
     stop(cuda and max(ids) >= gpus, f"--gpu: this machine has {gpus} GPUs, from 0 on")
     stop(len(ids) < ranks, f"--gpu: torchrun has {ranks} ranks here, each needs an id")
     counts = (args.epochs, args.num_workers, cache, args.seed)
