@@ -4,10 +4,9 @@ import gc
 import weakref
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from conftest import arguments, arrays, load, pipeline
+from conftest import arguments, arrays, full_graph_logits, load, pipeline
 from torch import nn
 
 import node_classification as nc
@@ -47,21 +46,9 @@ def evaluate_share(rank, path, batch_size):
 
 
 def full_graph_accuracy(path):
-    """Calculate layer by layer over the whole graph, with dense matrices."""
-    source, target = np.load(path / "edges.npy")
-    adjacency = torch.zeros(600, 600)
-    adjacency.index_put_(
-        (torch.from_numpy(target), torch.from_numpy(source)), torch.ones(6000), True
-    )
-    mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
-    torch.manual_seed(0)
-    model = nc.SAGE(8, 16, 4, 3)
-    x = torch.from_numpy(np.load(path / "feat.npy"))
-    for number, layer in enumerate(model.layers):
-        x = layer.fc_self(x) + layer.fc_neigh(mean @ x)  # fc_self has the bias
-        x = x.relu() if number < 2 else x
     seeds, labels = arrays(path, "test_set")
-    return (x.argmax(1)[seeds] == torch.from_numpy(labels)).double().mean().item()
+    predicted = full_graph_logits(path, num_layers=3).argmax(1)[seeds]
+    return (predicted == torch.from_numpy(labels)).double().mean().item()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

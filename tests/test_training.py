@@ -5,7 +5,6 @@ import pty
 import re
 import sys
 
-import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -13,6 +12,7 @@ from conftest import (
     arguments,
     arrays,
     epochs,
+    full_graph_logits,
     load,
     pipeline,
     run_script,
@@ -79,17 +79,7 @@ def test_the_printed_loss_is_the_mean_over_all_items_of_all_ranks(
     flags = ("--batch-size=110", "--epochs=1", "--lr=1e-30")  # 110, 110 and 80 items
     in_ranks(3, train_in_order, tiny, torch.arange(300), *flags)
     (printed,) = epochs(capfd.readouterr().out)
-    source, target = np.load(tiny / "edges.npy")
-    adjacency = torch.zeros(600, 600)
-    adjacency.index_put_(
-        (torch.from_numpy(target), torch.from_numpy(source)), torch.ones(6000), True
-    )
-    mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
-    torch.manual_seed(0)
-    first, second = nc.SAGE(8, 16, 4, 2).layers
-    x = torch.from_numpy(np.load(tiny / "feat.npy"))
-    x = (first.fc_self(x) + first.fc_neigh(mean @ x)).relu()
-    x = second.fc_self(x) + second.fc_neigh(mean @ x)
+    x = full_graph_logits(tiny, num_layers=2)
     seeds, labels = arrays(tiny, "train_set")
     loss = nn.functional.cross_entropy(x[seeds], torch.from_numpy(labels))
     assert printed["Average Loss"] == pytest.approx(loss.item(), abs=1e-4)
