@@ -4,26 +4,24 @@ One process (rank) per GPU: GraphBolt samples and loads the mini-batches, PyTorc
 DistributedDataParallel (DDP) keeps the replicas of the model equal. [distributed]
 marks the steps that are there only because there are several ranks.
 
-    main ── parse and check the arguments
-         ── load_dataset, once per machine, before any rank starts
+    main ── check the arguments, load_dataset once per machine, before any rank starts
          ── one run() per device: mp.spawn, or this process if torchrun started it
               run(rank, world_size, args, devices, dataset)
                ├─ device, process group (NCCL on GPUs, gloo on the CPU)
                ├─ graph and features to their storage (pinned | cuda | cpu), GPU cache
                ├─ SAGE → DDP; train / validation / test dataloaders
                ├─ train(): epochs under Join, evaluate(), weighted_reduce(), snapshot
-               ├─ evaluate() on the test set, weighted_reduce()
-               └─ leave the process group
+               └─ evaluate() on the test set, weighted_reduce(), leave the process group
 
     python node_classification.py --gpu=0,1 --dataset=synthetic --mode=cpu-cpu
-    python node_classification.py --gpu=0,1,2,3  # four GPUs; the default is --gpu=0
+    python node_classification.py --gpu=0,1,2,3  # a rank for each GPU id
     torchrun --standalone --nproc-per-node=2 node_classification.py
 """
 
-import argparse
 import contextlib
 import ctypes
 import fcntl
+import gc
 import inspect
 import io
 import json
@@ -34,15 +32,15 @@ import socket
 import sys
 import time
 import warnings
-from datetime import timedelta
+from argparse import ArgumentParser, Namespace
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 if __name__ in ("__main__", "__mp_main__"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a collective, too
 os.environ.setdefault("DGLBACKEND", "pytorch")  # else DGL prints a banner
 warnings.filterwarnings("ignore", module=r"(dgl|torch|torchdata)\b")
+gc.disable()  # it would look again and again at what the imports leave for good
 try:
     import dgl.sparse
     import numpy as np
@@ -66,6 +64,8 @@ except Exception as error:  # noqa: BLE001 (DGL raises any type, and names no cu
         "fits: torch 2.2.1, dgl 2.1.0, torchdata 0.7.1, numpy<2 (CUDA: see README.md)\n"
         "run: pip install -r requirements.txt"
     )
+gc.freeze()  # with the line above: a second less, of almost 4, for each process
+gc.enable()
 
 
 class SAGE(nn.Module):
@@ -74,9 +74,8 @@ class SAGE(nn.Module):
     def __init__(self, in_size: int, hidden_size: int, out_size: int, num_layers=3):
         super().__init__()
         sizes = [in_size] + [hidden_size] * (num_layers - 1) + [out_size]
-        self.layers = nn.ModuleList(
-            dgl.nn.SAGEConv(sizes[i], sizes[i + 1], "mean") for i in range(num_layers)
-        )
+        layers = (dgl.nn.SAGEConv(*sizes[i : i + 2], "mean") for i in range(num_layers))
+        self.layers = nn.ModuleList(layers)
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, blocks: list[dgl.DGLGraph], x: Tensor) -> Tensor:
@@ -87,7 +86,7 @@ class SAGE(nn.Module):
 
 
 def create_dataloader(
-    args: argparse.Namespace,
+    args: Namespace,
     graph: gb.FusedCSCSamplingGraph,
     features: gb.FeatureStore,
     itemset: gb.ItemSet | None,
@@ -178,7 +177,7 @@ def evaluate(
 
 def train(
     rank: int,
-    args: argparse.Namespace,
+    args: Namespace,
     train_dataloader: gb.DataLoader,
     valid_dataloader: gb.DataLoader | list,
     num_classes: int,
@@ -230,19 +229,20 @@ def train(
 def run(
     rank: int,
     world_size: int,
-    args: argparse.Namespace,
+    args: Namespace,
     devices: list[torch.device],
     dataset: gb.OnDiskDataset,
     store: dist.Store | None = None,
 ) -> None:
     """Be rank `rank` of `world_size`: join the group, train, test, leave."""
     device = devices[int(os.environ.get("LOCAL_RANK", rank))]
-    keep_freed_memory()
     # [distributed] The GPU is chosen first: else every rank would allocate on GPU 0.
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = store or open_store()
+    if store is None:  # spawned, and the parent may have died meanwhile
+        stop(not mp.parent_process().is_alive(), "the parent process died")
+        store = dist.TCPStore("127.0.0.1", args.port)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     # Pinned, the one shared copy in CPU memory is in reach of every rank's GPU.
@@ -254,7 +254,7 @@ def run(
     elif args.mode.startswith("cuda"):
         graph, feature = graph.to(device), feature.to(device)
     else:
-        feature = CPUFeature(feature.read())
+        speed_up_cpu(graph.num_nodes)
     in_size, num_classes = feature.size()[0], task.metadata["num_classes"]
     if args.gpu_cache_size > 0:
         feature = gpu_cached(feature, args.gpu_cache_size)
@@ -268,11 +268,8 @@ def run(
     test_dataloader = create_dataloader(args, graph, features, test_set, device, False)
 
     if rank == 0:
-        print(f"Processes: {world_size}")
-        print(f"Devices: {', '.join(map(str, devices))}")
-        print(f"Backend: {backend}")
-        print(f"Mode: {args.mode}")
-        print(f"Dataset: {args.dataset}")
+        print(f"Processes: {world_size}\nDevices: {', '.join(map(str, devices))}")
+        print(f"Backend: {backend}\nMode: {args.mode}\nDataset: {args.dataset}")
         print(f"Graph: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges")
         print(f"Task: {in_size} features, {num_classes} classes")
         print(f"Split: {len(train_set):,} train, ", end="")
@@ -299,14 +296,6 @@ def known(function, **kwargs) -> dict:
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-class CPUFeature(gb.TorchBasedFeature):
-    """Reads by torch's index_select, on the CPU 3 times as fast as DGL 2.1's own."""
-
-    def read(self, ids: Tensor | None = None) -> Tensor:
-        rows = super().read()
-        return rows if ids is None else rows.index_select(0, ids.cpu())
-
-
 def gpu_cached(feature: gb.Feature, num_bytes: int) -> gb.Feature:
     """Put a cache of `num_bytes` of GPU memory before `feature`."""
     new = callable(getattr(gb, "gpu_cached_feature", None))  # a module before DGL 2.4
@@ -324,11 +313,31 @@ def seed_rank(seed: int, epoch: int, rank: int, rng=None) -> None:
         rng.bit_generator.state = np.random.PCG64(stream).state
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: new pages cost the CPU most of a step otherwise."""
-    # M_TRIM_THRESHOLD, M_MMAP_MAX and M_ARENA_MAX of malloc.h: see mallopt(3).
+def speed_up_cpu(num_nodes: int) -> None:
+    """Keep freed memory; have DGL 2.1 read features 3, renumber 4 times as fast."""
+    # New pages cost most of a step. M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX: mallopt(3)
     for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):
         ctypes.CDLL(None).mallopt(option, value)
+    if not dgl.__version__.startswith("2.1."):
+        return
+    table = torch.empty(num_nodes, dtype=torch.int32)  # node to place in `nodes`
+
+    def read(rows: Tensor, ids: Tensor) -> Tensor:
+        return rows.index_select(0, ids.cpu())
+
+    def renumber(csc: gb.CSCFormatBase, seeds: Tensor):
+        nodes = torch.cat([seeds, csc.indices])
+        order = torch.arange(len(nodes), dtype=torch.int32)
+        table.scatter_(0, nodes.long(), order)
+        table.scatter_(0, seeds.long(), order[: len(seeds)])  # seeds stay first
+        place = table.index_select(0, nodes)
+        unique = place == order
+        numbers = unique.cumsum(0, dtype=torch.int32) - 1
+        csc.indices = numbers.index_select(0, place[len(seeds) :])
+        return nodes[unique], csc
+
+    gb.impl.torch_based_feature_store.index_select = read
+    gb.impl.neighbor_sampler.unique_and_compact_csc_formats = renumber
 
 
 def serve_store() -> dist.Store:
@@ -337,15 +346,9 @@ def serve_store() -> dist.Store:
         server = socket.create_server(("127.0.0.1", 12345))
     except OSError:  # busy
         server = socket.create_server(("127.0.0.1", 0))
-    os.environ["MASTER_PORT"] = str(server.getsockname()[1])  # spawn inherits it
-    return open_store(wait_for_workers=False, master_listen_fd=server.detach())
-
-
-def open_store(**serve) -> dist.Store:
-    """Connect to the store that the parent serves, or serve it."""
-    stop(not serve and not mp.parent_process().is_alive(), "the parent process died")
-    port = int(os.environ["MASTER_PORT"])
-    return dist.TCPStore("127.0.0.1", port, is_master=bool(serve), **serve)
+    port, fd = server.getsockname()[1], server.detach()
+    ours = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
+    return dist.TCPStore("127.0.0.1", port, **ours)
 
 
 def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> int:
@@ -358,6 +361,7 @@ def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> in
                 theirs, ours = states[0][key], getattr(args, key)
                 stop(theirs != ours, f"{flag} made with --{key}={theirs}, not {ours}")
             model.load_state_dict(states[0]["model"])
+            optimizer.load_state_dict(states[0]["optimizer"])
         except Exception as error:  # noqa: BLE001 (torch.load raises any type)
             stop(True, f"{flag} damaged, or of another model ({type(error).__name__})")
     dist.broadcast_object_list(states)  # [distributed] rank 0 reads for all
@@ -404,14 +408,13 @@ def write_synthetic(folder: Path, nodes=40_000, edges=800_000, width=32, classes
 
     folder.mkdir(parents=True)
     edges = saved("edges.npy", ids[np.hstack([ends, ends[::-1]])])
-    feature = saved("feat.npy", feat, domain="node", name="feat")
     task = {"num_classes": classes}
     for name, seeds in zip(SETS, split):
         fields = {"seeds": seeds, "labels": labels[seeds]}.items()
         data = [saved(f"{name}_{key}.npy", array, name=key) for key, array in fields]
         task[name] = [{"data": data}]
-    layout = {"graph": {"nodes": [{"num": nodes}], "edges": [edges]}}
-    layout |= {"feature_data": [feature], "tasks": [task]}
+    layout = {"graph": {"nodes": [{"num": nodes}], "edges": [edges]}, "tasks": [task]}
+    layout["feature_data"] = [saved("feat.npy", feat, domain="node", name="feat")]
     (folder / "metadata.yaml").write_text(json.dumps(layout, indent=1))  # YAML, too
 
 
@@ -422,7 +425,7 @@ def spmatrix(indices, val=None, shape=None, convert=dgl.sparse.spmatrix):
     return convert(indices, val, shape)
 
 
-def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
+def load_dataset(args: Namespace, ranks: int) -> gb.OnDiskDataset:
     """Load args.dataset, made first if need be, and check that it can be trained on."""
     name, folder = args.dataset, Path(args.dataset)
     try:
@@ -446,21 +449,20 @@ def load_dataset(args: argparse.Namespace, ranks: int) -> gb.OnDiskDataset:
         check_dataset(dataset, args, ranks)
     except Exception as error:  # noqa: BLE001 (GraphBolt raises any type)
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        cure = (
-            "check network, disk; delete" if name in DATASETS else "see --help or mend"
-        )
+        cure = f"name one of {', '.join(DATASETS)}, or mend"
+        cure = "check network, disk; delete" if name in DATASETS else cure
         stop(True, f"--dataset={name}: cannot be read ({what}); {cure} {folder}")
     return dataset
 
 
-def check_dataset(dataset, args: argparse.Namespace, ranks: int) -> None:
+def check_dataset(dataset, args: Namespace, ranks: int) -> None:
     """Stop if so many ranks cannot train on the dataset; reads no feature row."""
-
-    def need(met: bool, what: str) -> None:
-        stop(not met, f"--dataset={args.dataset}: {what}")
 
     def within(values: Tensor, limit: int) -> bool:
         return len(values) == 0 or 0 <= values.min() <= values.max() < limit
+
+    def need(met: bool, what: str) -> None:
+        stop(not met, f"--dataset={args.dataset}: {what}")
 
     graph, store, tasks = dataset.graph, dataset.feature, dataset.tasks
     need(graph and isinstance(graph.num_nodes, int), "the graph is not homogeneous")
@@ -485,14 +487,13 @@ def check_dataset(dataset, args: argparse.Namespace, ranks: int) -> None:
         need(paired and within(seeds, nodes), f"{name} needs distinct, labelled nodes")
         valid = within(labels, classes) and (labels.long() == labels).all()
         need(valid, f"{name} has labels other than 0 to {classes - 1}")
-    items = len(tasks[0].train_set or ())
-    few, most = args.epochs > 0 and items < args.batch_size * ranks, items // ranks
-    stop(few, f"--batch-size: {items} training items on {ranks} ranks allow {most}")
+    most = len(tasks[0].train_set or ()) // ranks if args.epochs else args.batch_size
+    stop(args.batch_size > most, f"--batch-size: the training set allows {most}")
     lack = sum(t.nbytes for t in shared) + 2**20 - shutil.disk_usage("/dev/shm").free
     need(lack <= 0, f"/dev/shm lacks {lack >> 20} MiB: --ipc=host or --shm-size")
 
 
-def settle_devices(args: argparse.Namespace) -> list[torch.device]:
+def settle_devices(args: Namespace) -> list[torch.device]:
     """Choose args.mode if it is open, check the arguments, return the devices."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     lacking = "" if gpus else f"torch {torch.__version__} finds no GPU"
@@ -502,10 +503,10 @@ def settle_devices(args: argparse.Namespace) -> list[torch.device]:
         args.mode = "cpu-cpu" if lacking else "pinned-cuda"
         if lacking and os.environ.get("RANK", "0") == "0":
             print(f"Running on the CPU (--mode=cpu-cpu): {lacking}", flush=True)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(args.gpu)))
     ids, cache, cuda = args.gpu, args.gpu_cache_size, args.mode.endswith("-cuda")
     stop(cuda and lacking, f"--mode={args.mode}: {lacking}")
-    stop(min(ids) < 0 or len(set(ids)) < len(ids), "--gpu: ids must differ, from 0 on")
+    stop(min(ids) < 0 or len(set(ids)) < len(ids), "--gpu: needs distinct ids >= 0")
     stop(cuda and max(ids) >= gpus, f"--gpu: this machine has {gpus} GPUs, from 0 on")
     stop(len(ids) < ranks, f"--gpu: torchrun has {ranks} ranks here, each needs an id")
     counts = (args.epochs, args.num_workers, cache, args.seed)
@@ -517,7 +518,7 @@ def settle_devices(args: argparse.Namespace) -> list[torch.device]:
     stop(busy, "--num-workers: needs CPU storage and --gpu-cache-size=0")
     if args.mode in ("cuda-cuda", "cpu-cpu"):
         stop(cache, f"--gpu-cache-size: has no use with --mode={args.mode}")
-    return [torch.device(f"cuda:{number}" if cuda else "cpu") for number in ids]
+    return [torch.device(f"cuda:{number}" if cuda else "cpu") for number in ids[:ranks]]
 
 
 def stop(broken: bool, problem: str) -> None:
@@ -526,13 +527,13 @@ def stop(broken: bool, problem: str) -> None:
         sys.exit(f"error: {problem}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Return the command line's arguments; settle_devices() checks their values."""
 
     def integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = lambda message: stop(True, f"{message}; see --help")
     add = parser.add_argument
     ids = ",".join(map(str, range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
@@ -558,14 +559,13 @@ def main() -> None:
     mp.set_sharing_strategy("file_system")  # spares open files
     torchrun = "LOCAL_RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if torchrun else len(devices)
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun else world_size
-    threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    threads = max(1, len(os.sched_getaffinity(0)) // len(devices))
     if not torchrun:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # spawn inherits these
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else may connect
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dataset = load_dataset(args, world_size)
-        store = serve_store()  # open as long as this name lives
+        args.port = (store := serve_store()).port  # open as long as this name lives
         sys.warnoptions.append("ignore:resource_tracker")  # its complaint after a kill
         try:
             return mp.spawn(run, (world_size, args, devices, dataset), world_size)
@@ -576,8 +576,9 @@ def main() -> None:
     if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
         torch.set_num_threads(threads)
         dgl.utils.set_num_threads(threads)
-    # A day, for a machine's other ranks wait at the store while their rank 0 downloads.
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(days=1)))
+    # A machine's other ranks wait at the store while their rank 0 downloads.
+    a_day = 48 * dist.default_pg_timeout
+    store, rank, _ = next(dist.rendezvous("env://", timeout=a_day))
     key, pickler = f"dataset {os.environ['GROUP_RANK']}", mp.reductions.ForkingPickler
     if os.environ["LOCAL_RANK"] == "0":
         dataset = load_dataset(args, world_size)
@@ -589,8 +590,7 @@ def main() -> None:
 
 dgl.sparse.spmatrix = spmatrix  # GraphBolt calls it to preprocess
 # Else each pass over a torch DataLoader opens a gloo group, and never closes it.
-local = SimpleNamespace(is_available=lambda: False, ProcessGroup=())
-torch.utils.data.dataloader.dist = local
+torch.utils.data.dataloader.dist = Namespace(is_available=bool, ProcessGroup=())
 DATASETS = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "synthetic")
 MUST_MATCH = ("dataset", "fanout", "seed")  # between a snapshot and a run
 SETS = ("train_set", "validation_set", "test_set")

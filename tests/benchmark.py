@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import inspect
 import io
 import itertools
@@ -62,13 +63,14 @@ WARMUP, COOLDOWN = 3, 2  # steps before and after those that count
 CORES = len(os.sched_getaffinity(0))
 
 SCRIPT, PLAIN, OLDER = "this script", "plain GraphBolt loop", "older loader"
-LEVERS = ("allocator", "threads", "feature reader", "no prefetch thread")
+LEVERS = ("allocator", "threads", "feature reader", "renumbering")
+LEVERS += ("no prefetch thread",)
 EXCHANGE = "gradient exchange"
 CONTESTANTS = {  # name: (pipeline, what it goes without)
     SCRIPT: ("script", ()),
-    PLAIN: ("plain", ("allocator", "threads")),
+    PLAIN: ("plain", ("allocator", "threads", "frozen imports")),
     f"{PLAIN}, same settings": ("plain", ()),
-    OLDER: ("older", ("allocator", "threads")),
+    OLDER: ("older", ("allocator", "threads", "frozen imports")),
     f"{OLDER}, same settings": ("older", ()),
     **{f"without: {lever}": ("script", (lever,)) for lever in LEVERS},
 }
@@ -96,6 +98,12 @@ class Job:
 
 
 MS: Counter[str] = Counter()  # by section of a step
+STORE, SAMPLER = gb.impl.torch_based_feature_store, gb.impl.neighbor_sampler
+SLOW = (  # what the script replaces, with the lever that it belongs to
+    ("allocator", script.ctypes, "CDLL"),
+    ("feature reader", STORE, "index_select"),
+    ("renumbering", SAMPLER, "unique_and_compact_csc_formats"),
+)
 
 
 def timed(function: Callable, section: str) -> Callable:
@@ -116,7 +124,7 @@ def time_sections() -> None:
     """Charge what the script's step calls to sections."""
     for owner, method, section in (
         (gb.FusedCSCSamplingGraph, "sample_neighbors", "sampling neighbours"),
-        (script.CPUFeature, "read", "fetching features"),
+        (gb.TorchBasedFeature, "read", "fetching features"),
         (script.SAGE, "forward", "forward"),
         (torch.Tensor, "backward", "backward"),
         (torch.optim.Adam, "step", "optimizer"),
@@ -184,10 +192,7 @@ def script_rank(job: Job, rank: int, *args) -> None:
             return forward(model, *args)
 
     script.create_dataloader = watched
-    if "allocator" in job.without:
-        script.keep_freed_memory = lambda: None
-    if "feature reader" in job.without:
-        script.CPUFeature = gb.TorchBasedFeature
+    script.speed_up_cpu = partial(speed_up_cpu, job.without)
     if "no prefetch thread" in job.without:
         gb.DataLoader = functools.wraps(loader)(with_thread)
     if EXCHANGE in job.without:
@@ -196,6 +201,15 @@ def script_rank(job: Job, rank: int, *args) -> None:
         time_sections()
     with quiet():
         script.run(rank, *args)
+
+
+def speed_up_cpu(without, num_nodes: int, speed_up=script.speed_up_cpu) -> None:
+    """Do what the script does for the CPU, without some of the levers."""
+    with contextlib.ExitStack() as stack:
+        for lever, module, name in SLOW:
+            if lever in without:
+                stack.enter_context(mock.patch.object(module, name))
+        speed_up(num_nodes)
 
 
 def peer_loader(job: Job, dataset: SimpleNamespace, items, is_train: bool):
@@ -231,8 +245,10 @@ def unpack(batch: Any) -> tuple:
 
 def peer_rank(rank: int, job: Job, dataset: SimpleNamespace, store: str) -> None:
     """Be a rank of the loop that DGL's examples have around either loader."""
+    if "frozen imports" in job.without:
+        gc.unfreeze()
     if "allocator" not in job.without:
-        script.keep_freed_memory()
+        speed_up_cpu(("feature reader", "renumbering"), 0)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=job.ranks)
     task, feature = dataset.tasks[0], dataset.feature
     train, valid, test = (
@@ -603,6 +619,8 @@ def main() -> None:
     for name in [n for n in os.environ if n.startswith(("OMP_", "MALLOC_"))]:
         del os.environ[name]  # contestants set them, or have none
     if args.one:
+        if args.one != SCRIPT:
+            gc.unfreeze()
         job = Job(*CONTESTANTS[args.one], args.dataset, args.ranks[0], args.steps, 0)
         job.batch_size, job.epochs = args.batch_size, 1 if args.steps else args.epochs
         measure(job, fresh=True)

@@ -69,7 +69,8 @@ def load(path) -> gb.OnDiskDataset:
 
 def pipeline(args, dataset, name="test_set", is_train=False):
     """Return the script's dataloader for one of a dataset's sets, on the CPU."""
-    feature = nc.CPUFeature(dataset.feature.read("node", None, "feat"))
+    nc.speed_up_cpu(dataset.graph.num_nodes)
+    feature = gb.TorchBasedFeature(dataset.feature.read("node", None, "feat"))
     features = gb.BasicFeatureStore({("node", None, "feat"): feature})
     itemset = getattr(dataset.tasks[0], name)
     device = torch.device("cpu")

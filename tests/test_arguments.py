@@ -1,5 +1,6 @@
 """Refused arguments cost one line and no time; the rest is settled for the machine."""
 
+import argparse
 import os
 import sys
 import time
@@ -200,7 +201,7 @@ def test_without_torchrun_a_world_size_from_elsewhere_is_ignored(monkeypatch):
     os.environ.update(WORLD_SIZE="3", RANK="1")  # as some cluster managers set them
     started = []
     monkeypatch.setattr(nc, "load_dataset", lambda *_: None)
-    monkeypatch.setattr(nc, "serve_store", lambda: None)
+    monkeypatch.setattr(nc, "serve_store", lambda: argparse.Namespace(port=0))
     monkeypatch.setattr(
         nc.mp, "spawn", lambda run, args, nprocs: started.append(nprocs)
     )

@@ -19,7 +19,7 @@ def deal(rank, shuffled, is_train):
     itemset = gb.ItemSet((items, items % 4), names=("seeds", "labels"))
     indptr = torch.arange(16)
     graph = gb.fused_csc_sampling_graph(indptr, torch.arange(15))
-    feature = nc.CPUFeature(torch.arange(15.0).reshape(-1, 1))
+    feature = gb.TorchBasedFeature(torch.arange(15.0).reshape(-1, 1))
     features = gb.BasicFeatureStore({("node", None, "feat"): feature})
     args = arguments("--batch-size=2", "--fanout=1")
     loader = nc.create_dataloader(args, graph, features, itemset, CPU, is_train)
@@ -263,10 +263,42 @@ def test_the_gpu_cache_of_dgl_2_4_is_made_by_its_function(monkeypatch):
     assert nc.gpu_cached("feature", 1000) == ("feature", 1000)
 
 
-def test_the_feature_store_reads_the_rows_asked_for():
+@pytest.fixture
+def sped_up():
+    """DGL 2.1's slow functions replaced, for a graph of 1,000 nodes."""
+    store, sampler = gb.impl.torch_based_feature_store, gb.impl.neighbor_sampler
+    if not nc.dgl.__version__.startswith("2.1."):
+        pytest.skip(f"dgl {nc.dgl.__version__} is left as it is")
+    old = sampler.unique_and_compact_csc_formats
+    nc.speed_up_cpu(1000)
+    assert sampler.unique_and_compact_csc_formats is not old
+    return store.index_select, sampler.unique_and_compact_csc_formats
+
+
+def test_the_feature_store_reads_the_rows_asked_for(sped_up):
     rows = torch.arange(12.0).reshape(4, 3)
-    feature = nc.CPUFeature(rows)
-    assert torch.equal(
-        feature.read(torch.tensor([3, 0], dtype=torch.int32)), rows[[3, 0]]
-    )
-    assert feature.size() == (3,)
+    feature = gb.TorchBasedFeature(rows)
+    asked = torch.tensor([3, 0], dtype=torch.int32)
+    assert torch.equal(feature.read(asked), rows[[3, 0]])
+    assert torch.equal(sped_up[0](rows, asked), rows[[3, 0]])
+    assert torch.equal(feature.read(), rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_edges", [0, 1, 5000])
+def test_renumbered_neighbours_are_the_same_nodes_seeds_first(
+    sped_up, dtype, num_edges
+):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):  # the table is used again
+        seeds = torch.randperm(1000, generator=generator)[:100].to(dtype)
+        ids = torch.randint(1000, (num_edges,), generator=generator).to(dtype)
+        indptr = torch.arange(101) * num_edges // 100
+        csc = gb.CSCFormatBase(indptr=indptr, indices=ids)
+        nodes, compacted = sped_up[1](csc, seeds)
+        assert nodes.dtype == dtype
+        assert torch.equal(nodes[:100], seeds)
+        assert set(nodes.tolist()) == set(seeds.tolist()) | set(ids.tolist())
+        assert len(set(nodes.tolist())) == len(nodes)
+        assert torch.equal(nodes[compacted.indices.long()], ids)
+        assert torch.equal(compacted.indptr, indptr)
