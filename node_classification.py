@@ -540,14 +540,14 @@ def parse_args() -> Namespace:
     add("--gpu", type=integers, default=ids, help="GPU ids, one rank each (0)")
     add("--epochs", type=int, default=10, help="training epochs (10)")
     add("--lr", type=float, default=0.001, help="Adam learning rate (0.001)")
-    add("--batch-size", type=int, default=1024, help="seed nodes per rank and step")
-    add("--fanout", type=integers, default="10,10,10", help="neighbours; -1: all")
-    add("--num-workers", type=int, default=0, help="sampling processes per rank")
-    add("--gpu-cache-size", type=int, default=0, help="bytes of features per GPU")
+    add("--batch-size", type=int, default=1024, help="seeds per rank and step (1024)")
+    add("--fanout", type=integers, default="10,10,10", help="neighbours (10,10,10)")
+    add("--num-workers", type=int, default=0, help="sampling processes per rank (0)")
+    add("--gpu-cache-size", type=int, default=0, help="bytes of features per GPU (0)")
     add("--dataset", default="ogbn-products", help=f"{', '.join(DATASETS)} or a folder")
     modes = ("cpu-cuda", "pinned-cuda", "cuda-cuda", "cpu-cpu")
     add("--mode", choices=modes, help="storage-training (pinned-cuda, or else cpu-cpu)")
-    add("--seed", type=int, default=0, help="seeds model, shuffling and sampling")
+    add("--seed", type=int, default=0, help="seeds model, shuffling, sampling (0)")
     add("--snapshot", help="file to save to after every epoch and to resume from")
     return parser.parse_args()
 
@@ -556,7 +556,6 @@ def main() -> None:
     """Load the dataset once for this machine and start its ranks, or be one of them."""
     args = parse_args()
     devices = settle_devices(args)
-    mp.set_sharing_strategy("file_system")  # spares open files
     torchrun = "LOCAL_RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if torchrun else len(devices)
     threads = max(1, len(os.sched_getaffinity(0)) // len(devices))
@@ -588,6 +587,7 @@ def main() -> None:
     run(rank, world_size, args, devices, dataset, store)
 
 
+mp.set_sharing_strategy("file_system")  # spares open files, here and in workers
 dgl.sparse.spmatrix = spmatrix  # GraphBolt calls it to preprocess
 # Else each pass over a torch DataLoader opens a gloo group, and never closes it.
 torch.utils.data.dataloader.dist = Namespace(is_available=bool, ProcessGroup=())

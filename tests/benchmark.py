@@ -176,7 +176,7 @@ def quiet() -> contextlib.ExitStack:
     return stack
 
 
-def script_rank(job: Job, rank: int, *args) -> None:
+def script_rank(job: Job, rank: int, *args, run=script.run) -> None:
     """Be a rank of the script, with its dataloaders watched and levers off."""
     create, loader = script.create_dataloader, gb.DataLoader
 
@@ -200,7 +200,7 @@ def script_rank(job: Job, rank: int, *args) -> None:
     if job.sections:
         time_sections()
     with quiet():
-        script.run(rank, *args)
+        run(rank, *args)
 
 
 def speed_up_cpu(without, num_nodes: int, speed_up=script.speed_up_cpu) -> None:
@@ -491,7 +491,7 @@ def plan(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[dict, Callab
         yield {"part": "making", "contestant": size}, make
     smoke = [script.__file__, "--dataset=synthetic"]
     if "startup" in parts:  # once in vain: it makes the dataset
-        make = partial(measure_startup, [*smoke, "--epochs=1"], scratch)
+        make = partial(measure_startup, [*smoke, "--epochs=0"], scratch)
         yield {"part": "making", "contestant": "synthetic"}, make
 
     def job(name: str, size: str = args.size) -> Job:

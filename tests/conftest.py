@@ -8,6 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import argparse
 import contextlib
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -96,11 +97,37 @@ def in_ranks(tmp_path_factory):
 
     def call(world_size, function, *args):
         folder = tmp_path_factory.mktemp("ranks")
-        mp.start_processes(
-            _rank, (world_size, folder, function, args), world_size, start_method="fork"
-        )
+        rank_args = (world_size, folder, function, args)
+        ranks = mp.start_processes(_rank, rank_args, world_size, False, False, "fork")
+        deadline = time.monotonic() + 120
+        try:
+            while not ranks.join(timeout=1):
+                assert time.monotonic() < deadline, "the ranks hang"
+        finally:
+            for process in ranks.processes:
+                process.kill()
         return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
+    return call
+
+
+@pytest.fixture
+def forked(tiny, tmp_path, capfd):
+    """Be main(), with forked ranks: they need not import. Return the output."""
+    import torch._dynamo  # else each rank imports it and torchmetrics for itself
+    import torchmetrics.functional  # noqa: F401
+
+    def call(*flags, ranks=2) -> str:
+        args = arguments("--batch-size=10", f"--dataset={tiny}", *flags)
+        (tmp_path / "store").unlink(missing_ok=True)
+        store = dist.FileStore(str(tmp_path / "store"), ranks)
+        devices = [torch.device("cpu")] * ranks
+        rank_args = (ranks, args, devices, nc.load_dataset(args, ranks), store)
+        capfd.readouterr()
+        mp.start_processes(nc.run, rank_args, ranks, start_method="fork")
+        return capfd.readouterr().out
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return call
 
 
@@ -193,6 +220,11 @@ def epochs(output: str) -> list[dict]:
         {key: float(value) for key, _, value in (f.rpartition(" ") for f in row)}
         for row in (line.split(" | ") for line in lines)
     ]
+
+
+def results(output: str) -> list[str]:
+    """Return the lines of the epochs and the test, without their times."""
+    return re.findall(r"^Epoch .*?(?= \| Time)|^Test .*", output, re.MULTILINE)
 
 
 def arrays(path: Path, name: str) -> tuple[np.ndarray, np.ndarray]:

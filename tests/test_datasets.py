@@ -240,12 +240,9 @@ def test_without_network_a_download_ends_in_one_line_within_seconds(tmp_path):
     "epochs, absent",
     [(1, ("validation_set", "test_set")), (0, ("train_set", "validation_set"))],
 )
-def test_a_run_goes_on_without_a_set_and_says_so(data, epochs, absent):
+def test_a_run_goes_on_without_a_set_and_says_so(data, forked, epochs, absent):
     task(lambda task: [task.pop(name) for name in absent])(data)
-    status, output, errors = run_script(
-        f"--dataset={data}", f"--epochs={epochs}", *RUN, cwd=data
-    )
-    assert status == 0, errors
+    output = forked(f"--dataset={data}", f"--epochs={epochs}", *RUN)
     for name in absent:
         assert re.search(rf"\b0 (in )?{name.partition('_')[0]}", output)
     assert output.count("\nEpoch ") == epochs

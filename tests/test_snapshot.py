@@ -13,36 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # with torchmetrics, else imported anew in each forked rank
-import torch.distributed as dist
 import torch.multiprocessing as mp
-import torchmetrics.functional  # noqa: F401
-from conftest import Job, arguments, epochs, load, nc, run_script
+from conftest import Job, arguments, epochs, nc, results, run_script
 
 FLAGS = ("--mode=cpu-cpu", "--batch-size=10")
-
-
-def results(output: str) -> list[str]:
-    """Return the lines of the epochs and the test, without their times."""
-    return re.findall(r"^Epoch .*?(?= \| Time)|^Test .*", output, re.MULTILINE)
-
-
-@pytest.fixture
-def forked(tiny, tmp_path, capfd):
-    """Be main(), with forked ranks: they need not import. Return the output."""
-
-    def call(*flags, ranks=2) -> str:
-        args = arguments(*FLAGS, f"--dataset={tiny}", *flags)
-        (tmp_path / "store").unlink(missing_ok=True)
-        store = dist.FileStore(str(tmp_path / "store"), ranks)
-        devices = [torch.device("cpu")] * ranks
-        rank_args = (ranks, args, devices, load(tiny), store)
-        capfd.readouterr()
-        mp.start_processes(nc.run, rank_args, ranks, start_method="fork")
-        return capfd.readouterr().out
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return call
 
 
 def parts(path, *flags, seed=0):

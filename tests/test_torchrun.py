@@ -12,30 +12,19 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPT, Job, nc, run_script
+from conftest import ROOT, SCRIPT, Job, nc, results, run_script
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.2")
 FLAGS = ("--mode=cpu-cpu", "--batch-size=10", "--epochs=6")
 
 
-def results(output: str) -> list[str]:
-    """Return the lines of the epochs and the test, without their times."""
-    return re.findall(r"^Epoch .*?(?= \| Time)|^Test .*", output, re.MULTILINE)
-
-
 @pytest.fixture(scope="session")
 def spawned(tiny):
-    """The results of a spawned run, by its number of ranks."""
-
-    @functools.cache
-    def call(ranks: int) -> list[str]:
-        gpus = ",".join(map(str, range(ranks)))
-        flags = (*FLAGS, f"--dataset={tiny}", f"--gpu={gpus}")
-        status, output, errors = run_script(*flags, cwd=tiny.parent)
-        assert (status, errors) == (0, "")
-        return results(output)
-
-    return call
+    """The results of a run with 2 spawned ranks."""
+    flags = (*FLAGS, f"--dataset={tiny}", "--gpu=0,1")
+    status, output, errors = run_script(*flags, cwd=tiny.parent)
+    assert (status, errors) == (0, "")
+    return results(output)
 
 
 def torchrun(*agent, script=SCRIPT, flags=(), prefix=(), cwd, **env) -> Job:
@@ -73,13 +62,13 @@ def test_one_agent_gives_what_a_spawned_run_gives(tiny, tmp_path, spawned):
     ) as job:
         status, output, _ = job.finish()
     assert status == 0
-    assert results(output) == spawned(2)
+    assert results(output) == spawned
     assert output.count("Processes: 2\n") == 1
     assert_ended(tmp_path)
 
 
-def test_two_agents_with_1_and_2_ranks_give_what_3_spawned_ranks_give(
-    tmp_path, spawned
+def test_two_agents_with_1_and_2_ranks_give_what_3_ranks_of_one_machine_give(
+    tmp_path, forked
 ):
     """Both find a folder that is not preprocessed; the first to come does it."""
     nc.write_synthetic(tmp_path / "raw", nodes=600, edges=6000, width=8, classes=4)
@@ -88,13 +77,14 @@ def test_two_agents_with_1_and_2_ranks_give_what_3_spawned_ranks_give(
     flags = (*FLAGS, f"--dataset={tmp_path / 'raw'}")
     start = functools.partial(torchrun, flags=flags, cwd=tmp_path)
     loopback = {"GLOO_SOCKET_IFNAME": "lo"}  # whatever the machine's name is
+    expected = results(forked(*FLAGS, ranks=3))
     with (
         start(*common, "--nproc-per-node=1", **loopback) as one,
         start(*common, "--nproc-per-node=2", **loopback) as two,
     ):
         ends = [job.finish() for job in (one, two)]
     assert [status for status, *_ in ends] == [0, 0], ends
-    assert sorted(map(results, (output for _, output, _ in ends))) == [[], spawned(3)]
+    assert sorted(map(results, (output for _, output, _ in ends))) == [[], expected]
     assert_ended(tmp_path)
 
 
@@ -182,7 +172,7 @@ def test_two_hosts_give_what_a_spawned_run_gives(tiny, tmp_path, spawned, hosts)
             jobs.append(stack.enter_context(job))
         ends = [job.finish() for job in jobs]
     assert [status for status, *_ in ends] == [0, 0], ends
-    assert sorted(map(results, (output for _, output, _ in ends))) == [[], spawned(2)]
+    assert sorted(map(results, (output for _, output, _ in ends))) == [[], spawned]
     assert_ended(tmp_path)
 
 
@@ -202,7 +192,7 @@ def test_a_killed_rank_is_restarted_and_goes_on_from_the_snapshot(
     assert status == 0
     assert "SIGKILL" in errors or "-9" in errors
     assert rest.count("Processes: 2\n") == 1  # the restart
-    assert sorted(set(lines)) == sorted(spawned(2))
-    assert len(lines) - len(spawned(2)) <= 1
+    assert sorted(set(lines)) == sorted(spawned)
+    assert len(lines) - len(spawned) <= 1
     assert_ended(tmp_path)
     assert not list(Path("/dev/shm").glob(f"torch_{killed}_*"))
