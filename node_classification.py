@@ -64,7 +64,7 @@ except Exception as error:  # noqa: BLE001 (DGL raises any type, and names no cu
         "fits: torch 2.2.1, dgl 2.1.0, torchdata 0.7.1, numpy<2 (CUDA: see README.md)\n"
         "run: pip install -r requirements.txt"
     )
-gc.freeze()  # with the line above: a second less, of almost 4, for each process
+gc.freeze()  # with gc.disable(): a second less, of almost 4, for each process
 gc.enable()
 
 
@@ -320,7 +320,7 @@ def speed_up_cpu(num_nodes: int) -> None:
         ctypes.CDLL(None).mallopt(option, value)
     if not dgl.__version__.startswith("2.1."):
         return
-    table = torch.empty(num_nodes, dtype=torch.int32)  # node to place in `nodes`
+    table = torch.empty(num_nodes, dtype=torch.int32)  # one thread writes it
 
     def read(rows: Tensor, ids: Tensor) -> Tensor:
         return rows.index_select(0, ids.cpu())
@@ -329,7 +329,7 @@ def speed_up_cpu(num_nodes: int) -> None:
         nodes = torch.cat([seeds, csc.indices])
         order = torch.arange(len(nodes), dtype=torch.int32)
         table.scatter_(0, nodes.long(), order)
-        table.scatter_(0, seeds.long(), order[: len(seeds)])  # seeds stay first
+        table.scatter_(0, seeds.long(), order[: len(seeds)])  # distinct: stay first
         place = table.index_select(0, nodes)
         unique = place == order
         numbers = unique.cumsum(0, dtype=torch.int32) - 1
@@ -347,8 +347,8 @@ def serve_store() -> dist.Store:
     except OSError:  # busy
         server = socket.create_server(("127.0.0.1", 0))
     port, fd = server.getsockname()[1], server.detach()
-    ours = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
-    return dist.TCPStore("127.0.0.1", port, **ours)
+    ours = {"is_master": True, "wait_for_workers": False, "use_libuv": False}
+    return dist.TCPStore("127.0.0.1", port, master_listen_fd=fd, **ours)
 
 
 def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> int:
@@ -365,7 +365,7 @@ def resume(rank: int, args, model: SAGE, optimizer: torch.optim.Optimizer) -> in
         except Exception as error:  # noqa: BLE001 (torch.load raises any type)
             stop(True, f"{flag} damaged, or of another model ({type(error).__name__})")
     dist.broadcast_object_list(states)  # [distributed] rank 0 reads for all
-    if states[0]["epoch"] > 0:
+    if "model" in states[0]:
         model.load_state_dict(states[0]["model"])
         optimizer.load_state_dict(states[0]["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr
@@ -488,7 +488,7 @@ def check_dataset(dataset, args: Namespace, ranks: int) -> None:
         valid = within(labels, classes) and (labels.long() == labels).all()
         need(valid, f"{name} has labels other than 0 to {classes - 1}")
     most = len(tasks[0].train_set or ()) // ranks if args.epochs else args.batch_size
-    stop(args.batch_size > most, f"--batch-size: the training set allows {most}")
+    stop(args.batch_size > most, f"--batch-size: at most {most} training items a rank")
     lack = sum(t.nbytes for t in shared) + 2**20 - shutil.disk_usage("/dev/shm").free
     need(lack <= 0, f"/dev/shm lacks {lack >> 20} MiB: --ipc=host or --shm-size")
 
@@ -501,7 +501,7 @@ def settle_devices(args: Namespace) -> list[torch.device]:
         lacking = f"dgl {dgl.__version__} is without CUDA; README.md names CUDA builds"
     if args.mode is None:
         args.mode = "cpu-cpu" if lacking else "pinned-cuda"
-        if lacking and os.environ.get("RANK", "0") == "0":
+        if lacking and ("LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"):
             print(f"Running on the CPU (--mode=cpu-cpu): {lacking}", flush=True)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(args.gpu)))
     ids, cache, cuda = args.gpu, args.gpu_cache_size, args.mode.endswith("-cuda")
@@ -576,7 +576,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         dgl.utils.set_num_threads(threads)
     # A machine's other ranks wait at the store while their rank 0 downloads.
-    a_day = 48 * dist.default_pg_timeout
+    a_day = 48 * dist.default_pg_timeout  # of 30 minutes
     store, rank, _ = next(dist.rendezvous("env://", timeout=a_day))
     key, pickler = f"dataset {os.environ['GROUP_RANK']}", mp.reductions.ForkingPickler
     if os.environ["LOCAL_RANK"] == "0":
@@ -589,7 +589,7 @@ def main() -> None:
 
 mp.set_sharing_strategy("file_system")  # spares open files, here and in workers
 dgl.sparse.spmatrix = spmatrix  # GraphBolt calls it to preprocess
-# Else each pass over a torch DataLoader opens a gloo group, and never closes it.
+# Else each pass over a torch DataLoader opens a gloo group for good. bool() is False.
 torch.utils.data.dataloader.dist = Namespace(is_available=bool, ProcessGroup=())
 DATASETS = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "synthetic")
 MUST_MATCH = ("dataset", "fanout", "seed")  # between a snapshot and a run

@@ -1,6 +1,6 @@
 """Measure the training script beside a plain GraphBolt loop and DGL's older loader.
 
-    python tests/benchmark.py                                  # all, as in README.md
+    python tests/benchmark.py                                  # all: an hour or two
     python tests/benchmark.py --parts=speed --ranks=2 --size=quarter
     python tests/benchmark.py --size=tiny --steps=2 --repeats=1  # does it still work?
 

@@ -70,7 +70,8 @@ def load(path) -> gb.OnDiskDataset:
 
 def pipeline(args, dataset, name="test_set", is_train=False):
     """Return the script's dataloader for one of a dataset's sets, on the CPU."""
-    nc.speed_up_cpu(dataset.graph.num_nodes)
+    if args.mode.startswith("cpu"):
+        nc.speed_up_cpu(dataset.graph.num_nodes)
     feature = gb.TorchBasedFeature(dataset.feature.read("node", None, "feat"))
     features = gb.BasicFeatureStore({("node", None, "feat"): feature})
     itemset = getattr(dataset.tasks[0], name)
@@ -90,6 +91,18 @@ def _rank(rank, world_size, folder, function, args):
     dist.destroy_process_group()
 
 
+def fork(function, args, ranks, seconds=120):
+    """Run function(rank, *args) in forked processes; fail if one hangs."""
+    context = mp.start_processes(function, args, ranks, False, start_method="fork")
+    deadline = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < deadline, "the ranks hang"
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
 @pytest.fixture
 def in_ranks(tmp_path_factory):
     """Run function(rank, *args) in forked gloo ranks; return what each returned."""
@@ -97,15 +110,7 @@ def in_ranks(tmp_path_factory):
 
     def call(world_size, function, *args):
         folder = tmp_path_factory.mktemp("ranks")
-        rank_args = (world_size, folder, function, args)
-        ranks = mp.start_processes(_rank, rank_args, world_size, False, False, "fork")
-        deadline = time.monotonic() + 120
-        try:
-            while not ranks.join(timeout=1):
-                assert time.monotonic() < deadline, "the ranks hang"
-        finally:
-            for process in ranks.processes:
-                process.kill()
+        fork(_rank, (world_size, folder, function, args), world_size)
         return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
     return call
@@ -113,7 +118,7 @@ def in_ranks(tmp_path_factory):
 
 @pytest.fixture
 def forked(tiny, tmp_path, capfd):
-    """Be main(), with forked ranks: they need not import. Return the output."""
+    """Start the ranks as main() does, but forked: they need not import."""
     import torch._dynamo  # else each rank imports it and torchmetrics for itself
     import torchmetrics.functional  # noqa: F401
 
@@ -124,7 +129,7 @@ def forked(tiny, tmp_path, capfd):
         devices = [torch.device("cpu")] * ranks
         rank_args = (ranks, args, devices, nc.load_dataset(args, ranks), store)
         capfd.readouterr()
-        mp.start_processes(nc.run, rank_args, ranks, start_method="fork")
+        fork(nc.run, rank_args, ranks)
         return capfd.readouterr().out
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

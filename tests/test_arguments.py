@@ -196,7 +196,7 @@ def test_a_number_of_threads_set_by_the_user_is_kept(monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "37"
 
 
-def test_without_torchrun_a_world_size_from_elsewhere_is_ignored(monkeypatch):
+def test_without_torchrun_a_world_size_from_elsewhere_is_ignored(monkeypatch, capsys):
     machine(monkeypatch)
     os.environ.update(WORLD_SIZE="3", RANK="1")  # as some cluster managers set them
     started = []
@@ -207,6 +207,7 @@ def test_without_torchrun_a_world_size_from_elsewhere_is_ignored(monkeypatch):
     )
     main(monkeypatch, "--gpu=0,1")
     assert started == [2]
+    assert "Running on the CPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--gpu=0,0", "--mode=pinned-cuda"])

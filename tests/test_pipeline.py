@@ -264,12 +264,14 @@ def test_the_gpu_cache_of_dgl_2_4_is_made_by_its_function(monkeypatch):
 
 
 @pytest.fixture
-def sped_up():
+def sped_up(monkeypatch):
     """DGL 2.1's slow functions replaced, for a graph of 1,000 nodes."""
     store, sampler = gb.impl.torch_based_feature_store, gb.impl.neighbor_sampler
     if not nc.dgl.__version__.startswith("2.1."):
         pytest.skip(f"dgl {nc.dgl.__version__} is left as it is")
     old = sampler.unique_and_compact_csc_formats
+    monkeypatch.setattr(sampler, "unique_and_compact_csc_formats", old)  # undone later
+    monkeypatch.setattr(store, "index_select", store.index_select)
     nc.speed_up_cpu(1000)
     assert sampler.unique_and_compact_csc_formats is not old
     return store.index_select, sampler.unique_and_compact_csc_formats

@@ -104,6 +104,22 @@ def test_all_ranks_resume_with_the_saved_model_and_optimizer(snapshot, in_ranks)
         )
 
 
+def test_all_ranks_start_alike_from_a_snapshot_of_no_epoch(tmp_path, in_ranks):
+    """As a run leaves it that died in its first epoch; the learning rate may change."""
+
+    def resumed(rank):
+        args, model, optimizer = parts(path, "--lr=0.5", seed=rank + 1)
+        epoch = nc.resume(rank, args, model, optimizer)
+        return epoch, model.state_dict(), optimizer.param_groups[0]["lr"]
+
+    path = tmp_path / "snapshot.pt"
+    in_ranks(1, try_save, path, 0)
+    saved = torch.load(path, weights_only=True)
+    for epoch, model, lr in in_ranks(2, resumed):
+        assert (epoch, lr) == (0, 0.5)
+        torch.testing.assert_close(model, saved["model"], rtol=0, atol=0)
+
+
 def random_bytes(path):
     path.write_bytes(random.Random(0).randbytes(10_000))
 
@@ -207,8 +223,10 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("place", ["missing", "a file", "read-only", "full"])
 def test_a_place_that_cannot_be_written_is_noticed_before_training(
-    forked, small_disk, capfd, place
+    forked, request, tmp_path, capfd, place
 ):
+    mounted = place in ("read-only", "full")
+    small_disk = request.getfixturevalue("small_disk") if mounted else tmp_path
     path = small_disk / place / "snapshot.pt"
     if place != "missing":
         path.parent.mkdir()
