@@ -42,16 +42,17 @@ os.environ.setdefault("DGLBACKEND", "pytorch")  # else DGL prints a banner
 warnings.filterwarnings("ignore", module=r"(dgl|torch|torchdata)\b")
 gc.disable()  # it would look again and again at what the imports leave for good
 try:
-    import dgl.sparse
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    import torch.multiprocessing as mp
-    from dgl import graphbolt as gb
-    from torch import Tensor, nn
-    from torch.distributed.algorithms.join import Join
-    from torch.nn.parallel import DistributedDataParallel as DDP
-    from tqdm import tqdm
+    with contextlib.redirect_stderr(io.StringIO()):  # numpy 2 would print a traceback
+        import dgl.sparse
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+        from dgl import graphbolt as gb
+        from torch import Tensor, nn
+        from torch.distributed.algorithms.join import Join
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        from tqdm import tqdm
 
     metadata.version("torchmetrics")  # evaluate() imports it, in the ranks alone
     torch.from_numpy(np.zeros(1))  # fails where numpy 2 meets an older torch
@@ -575,8 +576,7 @@ def main() -> None:
     if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
         torch.set_num_threads(threads)
         dgl.utils.set_num_threads(threads)
-    # A machine's other ranks wait at the store while their rank 0 downloads.
-    a_day = 48 * dist.default_pg_timeout  # of 30 minutes
+    a_day = 48 * dist.default_pg_timeout  # others wait while local rank 0 downloads
     store, rank, _ = next(dist.rendezvous("env://", timeout=a_day))
     key, pickler = f"dataset {os.environ['GROUP_RANK']}", mp.reductions.ForkingPickler
     if os.environ["LOCAL_RANK"] == "0":

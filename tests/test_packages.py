@@ -28,12 +28,20 @@ OTHER_TORCH = """
     torch.__version__ = "2.9.9"
 """
 NUMPY_2 = """
+    import builtins
+    import sys
     import torch
+
+    def imported(name, *args, real=builtins.__import__):
+        if name == "dgl.sparse":
+            print("Traceback (most recent call last):", file=sys.stderr)
+        return real(name, *args)
 
     def from_numpy(array):
         raise RuntimeError("Numpy is not available")
 
     torch.from_numpy = from_numpy
+    builtins.__import__ = imported
 """
 
 
@@ -75,7 +83,7 @@ def test_a_torchdata_without_datapipes_is_named(tmp_path):
     assert "torchdata 0." in installed
 
 
-def test_a_numpy_that_torch_cannot_use_is_named(tmp_path):
+def test_a_numpy_that_torch_cannot_use_is_named_without_its_own_traceback(tmp_path):
     problem, installed, *_ = message(tmp_path, NUMPY_2).splitlines()
     assert "Numpy" in problem
     assert "numpy 1." in installed
