@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 (else each forked rank imports it)
+import torch._dynamo  # else each forked rank imports it
 import torch.multiprocessing as mp
 from conftest import Job, arguments, epochs, nc, results, run_script
 
