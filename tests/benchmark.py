@@ -619,7 +619,7 @@ def main() -> None:
     for name in [n for n in os.environ if n.startswith(("OMP_", "MALLOC_"))]:
         del os.environ[name]  # contestants set them, or have none
     if args.one:
-        if args.one != SCRIPT:
+        if "frozen imports" in CONTESTANTS[args.one][1]:
             gc.unfreeze()
         job = Job(*CONTESTANTS[args.one], args.dataset, args.ranks[0], args.steps, 0)
         job.batch_size, job.epochs = args.batch_size, 1 if args.steps else args.epochs

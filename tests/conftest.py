@@ -93,6 +93,9 @@ def _rank(rank, world_size, folder, function, args):
 
 def fork(function, args, ranks, seconds=120):
     """Run function(rank, *args) in forked processes; fail if one hangs."""
+    import torch._dynamo  # noqa: F401 (else each rank imports it, and torchmetrics)
+    import torchmetrics.functional  # noqa: F401
+
     context = mp.start_processes(function, args, ranks, False, start_method="fork")
     deadline = time.monotonic() + seconds
     try:
@@ -119,8 +122,6 @@ def in_ranks(tmp_path_factory):
 @pytest.fixture
 def forked(tiny, tmp_path, capfd):
     """Start the ranks as main() does, but forked: they need not import."""
-    import torch._dynamo  # else each rank imports it and torchmetrics for itself
-    import torchmetrics.functional  # noqa: F401
 
     def call(*flags, ranks=2) -> str:
         args = arguments("--batch-size=10", f"--dataset={tiny}", *flags)
@@ -149,13 +150,13 @@ class Job:
         self.process = subprocess.Popen(
             [*launcher, *flags],
             cwd=cwd,
-            env=environment(**env),
+            env=environment(WATCHED=str(cwd), **env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        self.shm_before = shared_memory()
+        self.cwd = cwd
 
     def __enter__(self):
         return self
@@ -177,39 +178,26 @@ class Job:
         output, errors = self.process.communicate(timeout=timeout)
         return self.process.returncode, output, errors
 
-    def members(self) -> list[int]:
-        """Return the ids of the live processes that belong to this job's session."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                pid, _, rest = stat.read_text().partition(" (")
-                state, _, _, session = rest.rpartition(") ")[2].split()[:4]
-                if int(session) == self.process.pid and state != "Z":
-                    found.append(int(pid))
-        return found
-
     def ranks(self) -> list[int]:
         """Return the ids of the spawned ranks."""
         return [
-            pid
-            for pid in self.members()
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            int(folder.name)
+            for folder in processes(self.cwd)
+            if b"spawn_main" in (folder / "cmdline").read_bytes()
         ]
 
-    def assert_gone(self, seconds=10):
-        """Assert that no process of the job is left, nor a file in shared memory."""
-        deadline = time.monotonic() + seconds
-        while self.members() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not self.members()
-        while shared_memory() - self.shm_before and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not shared_memory() - self.shm_before
 
+def processes(cwd) -> list[Path]:
+    """Return the folders in /proc of what the jobs in `cwd` have started and is alive.
 
-def shared_memory() -> set[str]:
-    """Return the names of the files that PyTorch has in shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+    Their environment tells, whatever their parent and session.
+    """
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"WATCHED={cwd}\0".encode() in (folder / "environ").read_bytes():
+                found.append(folder)
+    return found
 
 
 def run_script(*flags, cwd, timeout=120, **env):

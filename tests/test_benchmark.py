@@ -1,6 +1,5 @@
 """Every part of the benchmark still runs; no timing is asserted."""
 
-import functools
 import json
 import os
 import re
@@ -8,9 +7,8 @@ import sys
 from unittest import mock
 
 import benchmark
-import torch._dynamo  # noqa: F401 (else each rank imports it, and torchmetrics)
 import torch.multiprocessing as mp
-import torchmetrics.functional  # noqa: F401
+from conftest import fork
 
 FLAGS = "--size=tiny --ranks=1 --repeats=1 --steps=1 --epochs=1 --batch-size=300"
 
@@ -21,8 +19,7 @@ def test_every_part_measures_every_contestant_and_prints_its_table(
     figures = tmp_path / "figures.json"
     flags = [*FLAGS.split(), f"--folder={tmp_path}", f"--json={figures}"]
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *flags])
-    forked = functools.partial(mp.start_processes, start_method="fork")  # no imports
-    monkeypatch.setattr(mp, "spawn", forked)
+    monkeypatch.setattr(mp, "spawn", fork)  # ranks that need not import
     with mock.patch.dict(os.environ):
         benchmark.main()
     rows = json.loads(figures.read_text())["runs"]

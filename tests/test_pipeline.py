@@ -14,7 +14,7 @@ import node_classification as nc
 CPU = torch.device("cpu")
 
 
-def deal(rank, shuffled, is_train):
+def deal(rank, is_train):
     items = torch.arange(15)
     itemset = gb.ItemSet((items, items % 4), names=("seeds", "labels"))
     indptr = torch.arange(16)
@@ -28,7 +28,7 @@ def deal(rank, shuffled, is_train):
 
 
 def test_evaluation_deals_every_item_to_one_replica(in_ranks):
-    assert in_ranks(4, deal, False, False) == [
+    assert in_ranks(4, deal, False) == [
         [[0, 1], [2, 3]],
         [[4, 5], [6, 7]],
         [[8, 9], [10, 11]],
@@ -37,7 +37,7 @@ def test_evaluation_deals_every_item_to_one_replica(in_ranks):
 
 
 def test_training_deals_each_replica_as_many_full_batches(in_ranks):
-    dealt = in_ranks(4, deal, True, True)
+    dealt = in_ranks(4, deal, True)
     shares = [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14}]
     for batches, share in zip(dealt, shares, strict=True):
         assert [len(batch) for batch in batches] == [2]

@@ -121,13 +121,11 @@ def test_everything_that_the_readme_names_exists():
         "--max-restarts",
         "--ipc",
         "--shm-size",
-        "--seed-packages",
         "--nodes",
         "--ntasks-per-node",
         "--gpus-per-node",
         "--cpus-per-task",
         "--python",
-        "--help",
     }
     from_benchmark = set(
         re.findall(r"--[a-z-]+", (ROOT / "tests/benchmark.py").read_text())

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # else each forked rank imports it
 import torch.multiprocessing as mp
 from conftest import Job, arguments, epochs, nc, results, run_script
 
@@ -227,18 +226,18 @@ def test_a_place_that_cannot_be_written_is_noticed_before_training(
     forked, request, tmp_path, capfd, place
 ):
     mounted = place in ("read-only", "full")
-    small_disk = request.getfixturevalue("small_disk") if mounted else tmp_path
-    path = small_disk / place / "snapshot.pt"
+    disk = request.getfixturevalue("small_disk") if mounted else tmp_path
+    path = disk / place / "snapshot.pt"
     if place != "missing":
         path.parent.mkdir()
     if place == "a file":
         path.parent.rmdir()
         path.parent.touch()
     elif place == "read-only":
-        mount = ("mount", "-o", "remount,ro", str(small_disk))
+        mount = ("mount", "-o", "remount,ro", str(disk))
         subprocess.run(mount, check=True)
     elif place == "full":
-        fill(small_disk)
+        fill(disk)
     with pytest.raises(mp.ProcessExitedException):
         forked(f"--snapshot={path}", ranks=1)
     output, errors = capfd.readouterr()

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPT, Job, nc, results, run_script
+from conftest import ROOT, SCRIPT, Job, nc, processes, results, run_script
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.2")
 FLAGS = ("--mode=cpu-cpu", "--batch-size=10", "--epochs=6")
@@ -28,19 +28,9 @@ def spawned(tiny):
 
 
 def torchrun(*agent, script=SCRIPT, flags=(), prefix=(), cwd, **env) -> Job:
-    """Start an agent whose processes WATCHED=cwd in their environment tells."""
+    """Start an agent on this machine."""
     launcher = (*prefix, *TORCHRUN, *agent, str(script))
-    return Job(*flags, cwd=cwd, launcher=launcher, WATCHED=str(cwd), **env)
-
-
-def processes(cwd) -> list[Path]:
-    """Return the folders in /proc of what torchrun() has started in `cwd`."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"WATCHED={cwd}\0".encode() in (folder / "environ").read_bytes():
-                found.append(folder)
-    return found
+    return Job(*flags, cwd=cwd, launcher=launcher, **env)
 
 
 def assert_ended(cwd, seconds=10):
